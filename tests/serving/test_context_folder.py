@@ -23,7 +23,7 @@ from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
 from sympow.serving.web.context_folder import WRITING, ContextFolder, Record, is_id, new_id
-from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.errors import ApiError
 
 # Writes contexts until it is killed, and says when each begins.
@@ -262,7 +262,7 @@ def test_a_name_that_is_no_text_is_refused(opened, text_model):
     async def scenario(store):
         with pytest.raises(ApiError, match="name is not UTF-8 text: character 1 ") as caught:
             await store.create("x", "a\ud800b")
-        assert (caught.value.status, caught.value.param) == (400, "name")
+        assert (caught.value.status_code, caught.value.param) == (400, "name")
         assert store.list() == []
 
     in_a_store(text_model, opened(), scenario)
@@ -319,7 +319,7 @@ def test_a_folder_that_is_removed_while_serving(opened, text_model):
         with pytest.raises(ApiError, match="the server's folder of contexts has been removed") as caught:
             await store.create("y", "")
         assert caught.value.code == "contexts_removed"
-        assert str(folder.path) not in caught.value.message
+        assert str(folder.path) not in caught.value.detail
 
     in_a_store(text_model, folder, scenario)
 

@@ -28,7 +28,7 @@ from sympow.serving import (
     RequestError,
 )
 from sympow.serving.engine import prefill_graphs, row_sampling, slots
-from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefill import Prefill
 from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.state_buffer import StateBuffer
 
@@ -409,8 +409,8 @@ def test_what_starts_at_a_border_is_rounded_as_alone(second, padded):
     third = (*tokens[:40], *(rng.randrange(256) for _ in range(5)))
     graphs = prefill_graphs.PrefillGraphs(model, 20, StateBuffer(model)) if padded else None
 
-    def read(prompt: tuple[int, ...], known: PrefixCache, kept: PrefixCache) -> Reading:
-        reading = Reading(prompt, 20)
+    def read(prompt: tuple[int, ...], known: PrefixCache, kept: PrefixCache) -> Prefill:
+        reading = Prefill(prompt, 20)
         while not reading.finished:
             reading.look_up(known)
             reading.advance(model, kept, graphs)

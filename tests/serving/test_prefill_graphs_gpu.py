@@ -12,7 +12,7 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.ops.state import State
 from sympow.serving import Engine
-from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefill import Prefill
 from sympow.serving.engine.prefill_graphs import SHORTEST, PrefillGraphs, unsupported_reason
 from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.state_buffer import StateBuffer
@@ -137,7 +137,7 @@ def test_a_prompt_joins_without_synchronization():
     with Engine(model, 4, segment_size=SEGMENT) as engine:
         engine.warm_up()
         worker = engine._scheduler
-        reading = Reading(some_tokens(1_000), SEGMENT)
+        reading = Prefill(some_tokens(1_000), SEGMENT)
         with no_synchronization():
             while not reading.finished:
                 reading.advance(model.model, PrefixCache(2**30), worker._prefill_graphs)

@@ -14,7 +14,7 @@ from server_process import ServerProcess, save_tiny_model, until
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.serving.engine.completion import Event, Result, TokenLogprob, Usage
-from sympow.serving.web.openai import Answer, TokenNames
+from sympow.serving.web.answers import Answer, TokenNames
 
 GREEDY = Sampling(temperature=0)
 # More than can be generated within a test.

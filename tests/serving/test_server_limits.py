@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx2 as httpx
@@ -16,10 +17,11 @@ from sympow.generation.prefix import fingerprint_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
-from sympow.serving.web.app import ServerOptions, Service, create_app
+from sympow.serving.web.app import create_app
 from sympow.serving.web.context_folder import ContextFolder
-from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.gatekeeping import allowed_hosts
+from sympow.serving.web.openai import ServerOptions, Service
 
 GREEDY = Sampling(temperature=0)
 BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")
@@ -71,7 +73,7 @@ HEADERS = {"authorization": "Bearer first-key", "content-type": "application/jso
 def running(served):
     lines = served.raw.get("/metrics", headers=HEADERS).text.splitlines()
     values = dict(line.split(" ") for line in lines if not line.startswith("#"))
-    return int(values["sympow_slots_running"]), int(values["sympow_queue_length"])
+    return float(values["sympow_slots_running"]), float(values["sympow_queue_length"])
 
 
 @pytest.mark.slow
@@ -320,8 +322,18 @@ def test_a_prompt_is_tokenized_once_for_all_its_choices(folders, tmp_path, monke
     with Engine(text_model, 1) as engine:
         ask_in_this_process(tmp_path, engine, ServerOptions(), ask)
         assert encoded == ["a", "b"]
-        with pytest.raises(ValueError, match="prompt was tokenized without a prefix"):
-            engine.submit(engine.tokenize("a"), max_tokens=1, prefix=text_model.prefill("b"))
+
+
+def test_a_request_is_submitted_once_and_as_it_is(folders):
+    text_model = TextModel.load(folders.native)
+    with Engine(text_model, 1) as engine:
+        request = engine.request("a", GREEDY, max_tokens=3)
+        text = engine.submit(request).result(60).text
+        assert text == engine.submit(replace(request, seed=1)).result(60).text
+        with pytest.raises(ValueError, match="prompt is a Request that was submitted already"):
+            engine.submit(request)
+        with pytest.raises(TypeError, match="a Request must be submitted without further arguments"):
+            engine.submit(replace(request), max_tokens=1)
 
 
 def test_texts_that_take_long_to_tokenize_are_given_up(folders, tmp_path, monkeypatch):
@@ -466,7 +478,7 @@ def test_a_server_that_others_can_reach_without_a_key_warns(tmp_path, monkeypatc
     assert "holds no model" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart"])
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart", "prometheus_client"])
 def test_the_extra_is_named_if_it_is_missing(folders, monkeypatch, missing):
     import sys
 

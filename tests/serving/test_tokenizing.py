@@ -17,10 +17,11 @@ from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.generation.chat import ChatTemplate
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
-from sympow.serving.web.app import ServerOptions, Service, create_app
+from sympow.serving.web.app import create_app
 from sympow.serving.web.context_folder import ContextFolder
-from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.errors import ApiError
+from sympow.serving.web.openai import ServerOptions, Service
 
 LONG = "words " * 200_000
 PATIENCE = 60
@@ -130,12 +131,12 @@ def test_a_text_that_cannot_fit_is_not_tokenized_to_its_end(text_model):
     text_model.tokenizer.go_on.set()
     with Engine(text_model, 1, max_context=50_000) as engine:
         with pytest.raises(ValueError, match=r"prompt is too long: 0 tokens of the prefix and .* or more of its own"):
-            engine.tokenize(LONG)
+            engine.request(LONG, max_tokens=1)
         assert sum(text_model.tokenizer.lengths) <= 50_000
         # Ids of which only the first are looked at.
         with pytest.raises(ValueError, match="prompt is too long"):
-            engine.tokenize(iter(lambda: 7, 8))
-        assert len(engine.tokenize("x" * 40_000).tokens) == 40_001
+            engine.request(iter(lambda: 7, 8), max_tokens=1)
+        assert len(engine.request("x" * 40_000, max_tokens=1).tokens) == 40_001
 
 
 def test_a_context_that_is_deleted_is_tokenized_no_further(text_model, tmp_path):

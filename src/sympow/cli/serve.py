@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sympow.serving.web.context_folder import ContextFolder
 
 LARGEST_PORT = 65_535
-MODULES = ("fastapi", "uvicorn", "python_multipart")
+MODULES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 
 
 def serve(
@@ -74,10 +74,11 @@ def serve(
     from sympow.generation.text import TextModel
     from sympow.serving.engine.engine import Engine
     from sympow.serving.engine.scheduler import EngineClosedError
-    from sympow.serving.web.app import ServerOptions, Service, create_app
+    from sympow.serving.web.app import create_app
     from sympow.serving.web.context_folder import ContextFolder
-    from sympow.serving.web.contexts import ContextStore
+    from sympow.serving.web.context_store import ContextStore
     from sympow.serving.web.gatekeeping import allowed_hosts, is_local, read_keys
+    from sympow.serving.web.openai import ServerOptions, Service
     from sympow.serving.web.server import bind, run, url_of
 
     _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)

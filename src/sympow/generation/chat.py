@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sympow.data.pieces import known_cuts, pieces
+from sympow.data.plain_text import check_text
 from sympow.extras import require
 
 
@@ -33,6 +34,7 @@ class ChatTemplate:
             raise ValueError(f"messages do not fit this model's chat template: {error}") from error
         if not text:
             raise ValueError("messages are empty under this model's chat template")
+        check_text("messages", text)
         return text
 
     def tokens(self, text: str) -> Iterator[int]:

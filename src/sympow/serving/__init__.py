@@ -2,6 +2,7 @@
 
 from sympow.serving.engine.completion import Completion, Event, Prefilling, RequestError, Result, TokenLogprob, Usage
 from sympow.serving.engine.engine import Engine, EngineStats
+from sympow.serving.engine.request import Request
 from sympow.serving.engine.scheduler import EngineClosedError, QueueFullError
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Event",
     "Prefilling",
     "QueueFullError",
+    "Request",
     "RequestError",
     "Result",
     "TokenLogprob",

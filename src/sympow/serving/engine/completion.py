@@ -1,6 +1,6 @@
-"""`Completion` and `Prefilling`: the caller's handles of a request and of a context, which the worker thread updates.
+"""`Completion` and `Prefilling`: what the caller of the engine holds of a request and of a context.
 
-Threads and coroutines can iterate over a completion, or wait for the whole of it:
+The worker thread updates them. Threads and coroutines can iterate over a completion, or wait for the whole of it:
 
     for event in completion: print(event.text, end="")
     async for event in completion: ...
@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from sympow.generation.prefix import Prefix
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+Outcome = TypeVar("Outcome")
 
 
 class RequestError(RuntimeError):
@@ -104,15 +107,64 @@ class Result:
     time_to_first_token: float | None
 
 
-class Handover:
-    """Lets one thread change something, and any threads and coroutines wait for the change."""
+class Handle(ABC, Generic[Outcome]):
+    """Lets any threads and coroutines wait for work of the worker thread, and cancel it.
 
-    def __init__(self) -> None:
+    Args:
+        on_cancel: called when the work is cancelled.
+    """
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        self._on_cancel = on_cancel
+        self._cancelled = False
         self._condition = threading.Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
-    def changed(self, change: Callable[[], None]) -> None:
-        """Makes a change, and wakes all waiting threads and coroutines."""
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the work has ended, failed or was cancelled."""
+
+    @property
+    def cancel_requested(self) -> bool:
+        """Whether `cancel` was called before the end."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Ends the work early. Returns at once, and does nothing if it has ended."""
+        if not self.done:
+            self._cancelled = True
+            self._on_cancel()
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        """What came of the work, once it has ended.
+
+        Args:
+            timeout: seconds to wait; None: as long as it takes.
+
+        Raises:
+            RequestError: it failed.
+            TimeoutError: it has not ended in time; it continues.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"{self._late} within {timeout} seconds")
+        return self._outcome()
+
+    async def aresult(self) -> Outcome:
+        """As `result`, in a coroutine; `asyncio.timeout` limits the time."""
+        await self._until(lambda: self.done)
+        return self._outcome()
+
+    # Begins the message of a TimeoutError.
+    _late: str
+
+    @abstractmethod
+    def _outcome(self) -> Outcome:
+        """What came of work that has ended."""
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Makes a change, and wakes all waiting threads and coroutines; called by the worker."""
         with self._condition:
             change()
             self._condition.notify_all()
@@ -122,13 +174,8 @@ class Handover:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(signal.set)
 
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits until `ready()`; returns whether it is."""
-        with self._condition:
-            return self._condition.wait_for(ready, timeout)
-
-    async def await_(self, ready: Callable[[], bool]) -> None:
-        """As `wait`, in a coroutine and without a timeout."""
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        """Waits in a coroutine until `ready()`."""
         while True:
             with self._condition:
                 if ready():
@@ -143,25 +190,25 @@ class Handover:
                         self._waiting.remove(entry)
 
 
-class Completion:
+class Completion(Handle[Result]):
     """The handle of a request, returned by `Engine.submit`.
 
     Iterating yields all events from the first one on, and waits for those to come. A completion can be iterated over
-    several times.
+    several times. Once it is cancelled, its slot is free at the next step, and the last event says "cancelled".
 
     Attributes:
         created: time of submission, by `time.monotonic`.
         first_token_at: time of the first generated token, on the same clock; None until then.
     """
 
+    _late = "the completion has not ended"
+
     def __init__(self, prompt_tokens: Sequence[int], on_cancel: Callable[[], None] = lambda: None) -> None:
+        super().__init__(on_cancel)
         self._prompt_tokens = prompt_tokens
         self.created = time.monotonic()
         self.first_token_at: float | None = None
         self._events: list[Event] = []
-        self._handover = Handover()
-        self._on_cancel = on_cancel
-        self._cancelled = False
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -173,60 +220,32 @@ class Completion:
         """Whether the last event has come."""
         return bool(self._events) and self._events[-1].finish_reason is not None
 
-    @property
-    def cancel_requested(self) -> bool:
-        """Whether `cancel` was called before the end."""
-        return self._cancelled
-
-    def cancel(self) -> None:
-        """Ends the request: its slot is free at the next step, and the last event says "cancelled".
-
-        Returns at once. Does nothing if the request has ended.
-        """
-        if not self.done:
-            self._cancelled = True
-            self._on_cancel()
-
     def __iter__(self) -> Iterator[Event]:
         place = 0
         while True:
-            self._handover.wait(lambda: len(self._events) > place)  # noqa: B023 - waits before place changes
-            event = self._events[place]
+            with self._condition:
+                self._condition.wait_for(lambda: len(self._events) > place)  # noqa: B023 - waits before place changes
+            yield (event := self._events[place])
             place += 1
-            yield event
             if event.finish_reason is not None:
                 return
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         place = 0
         while True:
-            await self._handover.await_(lambda: len(self._events) > place)  # noqa: B023
-            event = self._events[place]
+            await self._until(lambda: len(self._events) > place)  # noqa: B023 - as above
+            yield (event := self._events[place])
             place += 1
-            yield event
             if event.finish_reason is not None:
                 return
 
-    def result(self, timeout: float | None = None) -> Result:
-        """The whole completion, once it has ended.
+    def append(self, event: Event) -> None:
+        """Appends an event; called by the engine's worker only."""
+        if event.tokens and not event.echo and self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self._change(lambda: self._events.append(event))
 
-        Args:
-            timeout: seconds to wait; None: as long as it takes.
-
-        Raises:
-            RequestError: the request failed.
-            TimeoutError: the request has not ended in time; it continues.
-        """
-        if not self._handover.wait(lambda: self.done, timeout):
-            raise TimeoutError(f"the completion has not ended within {timeout} seconds")
-        return self._result()
-
-    async def aresult(self) -> Result:
-        """As `result`, in a coroutine; `asyncio.timeout` limits the time."""
-        await self._handover.await_(lambda: self.done)
-        return self._result()
-
-    def _result(self) -> Result:
+    def _outcome(self) -> Result:
         last = self._events[-1]
         assert last.finish_reason is not None
         if last.finish_reason == "error":
@@ -246,80 +265,40 @@ class Completion:
             time_to_first_token=None if self.first_token_at is None else self.first_token_at - self.created,
         )
 
-    def append(self, event: Event) -> None:
-        """Appends an event; called by the engine's worker only."""
-        if event.tokens and not event.echo and self.first_token_at is None:
-            self.first_token_at = time.monotonic()
-        self._handover.changed(lambda: self._events.append(event))
 
-
-class Prefilling:
+class Prefilling(Handle[Prefix]):
     """The handle of a context in prefill, returned by `Engine.submit_prefill`.
+
+    Once it is cancelled, at most two more segments are prefilled, and `result` raises `RequestError`.
 
     Attributes:
         tokens: number of tokens of the context, without those of a given prefix.
+        done_tokens: how many of them are prefilled.
     """
 
-    def __init__(self, tokens: int, progress: Callable[[int, int], None] | None, on_cancel: Callable[[], None]) -> None:
-        self.tokens = tokens
-        self._progress, self._on_cancel = progress, on_cancel
-        self._handover = Handover()
-        self._done_tokens = 0
-        self._outcome: Prefix | str | None = None
-        self._cancelled = False
+    _late = "the context was not prefilled"
 
-    @property
-    def done_tokens(self) -> int:
-        """How many tokens are prefilled."""
-        return self._done_tokens
+    def __init__(self, tokens: int, progress: Callable[[int, int], None] | None, on_cancel: Callable[[], None]) -> None:
+        super().__init__(on_cancel)
+        self.tokens, self.done_tokens = tokens, 0
+        self._progress = progress
+        self._ended_with: Prefix | str | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the prefill has ended, failed or was cancelled."""
-        return self._outcome is not None
-
-    @property
-    def cancel_requested(self) -> bool:
-        """Whether `cancel` was called before the end."""
-        return self._cancelled
-
-    def cancel(self) -> None:
-        """Cancels the prefill after at most two more segments; `result` then raises `RequestError`. Returns at once."""
-        if not self.done:
-            self._cancelled = True
-            self._on_cancel()
-
-    def result(self, timeout: float | None = None) -> Prefix:
-        """The prefix, once the whole context is prefilled.
-
-        Raises:
-            RequestError: the prefill failed or was cancelled.
-            TimeoutError: the prefill has not ended in time; it continues.
-        """
-        if not self._handover.wait(lambda: self.done, timeout):
-            raise TimeoutError(f"the context was not prefilled within {timeout} seconds")
-        return self._result()
-
-    async def aresult(self) -> Prefix:
-        """As `result`, in a coroutine."""
-        await self._handover.await_(lambda: self.done)
-        return self._result()
-
-    def _result(self) -> Prefix:
-        if not isinstance(self._outcome, Prefix):
-            raise RequestError(self._outcome)
-        return self._outcome
+        return self._ended_with is not None
 
     def advance(self, tokens: int) -> None:
         """Reports how many tokens are prefilled; called by the engine's worker only, as is `end`."""
-        self._done_tokens = tokens
+        self.done_tokens = tokens
         if self._progress is not None:
             self._progress(tokens, self.tokens)
 
     def end(self, outcome: Prefix | str) -> None:
         """Ends the prefill with the prefix, or with an error message."""
+        self._change(lambda: setattr(self, "_ended_with", outcome))
 
-        def change() -> None:
-            self._outcome = outcome
-
-        self._handover.changed(change)
+    def _outcome(self) -> Prefix:
+        if not isinstance(self._ended_with, Prefix):
+            raise RequestError(self._ended_with)
+        return self._ended_with

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import TracebackType
+from typing import Any
 
 from sympow.checks import check_at_least, check_at_most, check_seed
 from sympow.data.pieces import PIECE, pieces
@@ -34,14 +35,14 @@ from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
-from sympow.generation.text import TextDecoder, TextModel
+from sympow.generation.text import TextDecoder, TextModel, stop_strings
 from sympow.ops.window import CAPACITY
 from sympow.serving.engine.completion import Completion, Prefilling
-from sympow.serving.engine.prefill import Reading
 from sympow.serving.engine.prefill_graphs import PrefillGraphs, unsupported_reason
 from sympow.serving.engine.prefix_cache import TOKEN_TYPE, PrefixCache
+from sympow.serving.engine.request import ContextPrefill, Request
 from sympow.serving.engine.row_sampling import RowSampler
-from sympow.serving.engine.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
+from sympow.serving.engine.scheduler import TTFT_BUCKETS, Scheduler
 from sympow.serving.engine.slots import Slots
 from sympow.serving.engine.state_buffer import StateBuffer
 
@@ -99,21 +100,6 @@ class EngineStats:
     prefix_entries: int = 0
     prefix_nbytes: int = 0
     prefix_budget: int = 0
-
-
-@dataclass(frozen=True)
-class TokenizedPrompt:
-    """A prompt as `Engine.tokenize` returns it, for several requests.
-
-    Attributes:
-        tokens: token ids, including those that begin a text; four bytes each, since many prompts may wait for a slot.
-        text: the text; None if the prompt was given as ids.
-        continues: whether the prompt is for requests with a prefix.
-    """
-
-    tokens: array[int]
-    text: str | None
-    continues: bool
 
 
 class Engine:
@@ -198,20 +184,9 @@ class Engine:
             max_queue=max_queue,
         )
 
-    def tokenize(
-        self, prompt: str | Iterable[int], prefix: Prefix | None = None, check: Callable[[], None] | None = None
-    ) -> TokenizedPrompt:
-        """Tokenizes and checks a prompt once for several calls of `submit`; arguments as in `submit`.
-
-        Args:
-            check: called before each of the `pieces` in which a long text is tokenized; what it raises ends this.
-        """
-        text = prompt if isinstance(prompt, str) else None
-        return TokenizedPrompt(self._tokens("prompt", prompt, prefix, check), text, prefix is not None)
-
-    def submit(
+    def request(
         self,
-        prompt: str | Sequence[int] | TokenizedPrompt,
+        prompt: str | Iterable[int],
         sampling: Sampling | None = None,
         *,
         max_tokens: int,
@@ -221,13 +196,13 @@ class Engine:
         echo: bool = False,
         prefix: Prefix | None = None,
         ignore_boundary: bool = False,
-    ) -> Completion:
-        """Queues a request and returns at once.
+        check: Callable[[], None] | None = None,
+    ) -> Request:
+        """Checks a request and tokenizes its prompt, for `submit`.
 
         Args:
-            prompt: a text, token ids, or a `TokenizedPrompt` that `tokenize` returned for the same prefix. A text gets
-                the tokens that begin a text first (`beginning_of`), unless it continues a prefix; ids are used
-                unchanged. Ids may be empty only with a prefix.
+            prompt: a text, or token ids. A text gets the tokens that begin a text first (`beginning_of`), unless it
+                continues a prefix; ids are used unchanged. Ids may be empty only with a prefix.
             sampling: settings of sampling; None: the model's own distribution.
             max_tokens: the most tokens to generate; 0: only prefill, for the log-probabilities of a prompt for example.
             stop: a string, or strings, that end the completion and are not part of it.
@@ -237,9 +212,9 @@ class Engine:
             echo: whether the first event is the prompt, with its log-probabilities if `logprobs` is given.
             prefix: the prefilled text before the prompt, one sequence of the same model; it is not modified.
             ignore_boundary: whether to continue after a boundary token, up to max_tokens.
+            check: called before each of the `pieces` in which a long prompt is tokenized; what it raises ends this.
 
         Raises:
-            QueueFullError: all slots and the queue are full.
             EngineClosedError: the engine is closed.
             ValueError, TypeError: an argument is wrong; the message names it.
         """
@@ -252,34 +227,56 @@ class Engine:
             check_at_most("logprobs", logprobs, MAX_LOGPROBS, "the most that are computed")
         if seed is not None:
             check_seed(seed)
-        decoder = TextDecoder(self.text_model.tokenizer, stop)
-        if not isinstance(prompt, TokenizedPrompt):
-            prompt = self.tokenize(prompt, prefix)
-        elif prompt.continues != (prefix is not None):
-            with_or_not = "with" if prompt.continues else "without"
-            raise ValueError(f"prompt was tokenized {with_or_not} a prefix, and must be submitted so")
-        elif prefix is not None:
-            _check_prefix(prefix, self.text_model)
-        tokens = prompt.tokens
+        stop = stop_strings(stop)
+        tokens = self._tokens("prompt", prompt, prefix, check)
         self._check_room("prompt", len(tokens), prefix, max_tokens)
-        echoed = None
-        if echo:
-            echoed = self.text_model.tokenizer.decode(tokens.tolist()) if prompt.text is None else prompt.text
-        handle = Completion(tokens, self._scheduler.wake)
-        request = Request(
-            handle=handle,
-            reading=Reading(tokens, self.segment_size, prefix, scored=logprobs if echo else None),
+        text = prompt if isinstance(prompt, str) else None
+        if echo and text is None:
+            text = self.text_model.tokenizer.decode(tokens.tolist())
+        return Request(
+            tokens,
+            self.segment_size,
+            prefix,
+            scored=logprobs if echo else None,
             sampling=sampling,
-            seed=seed,
             max_tokens=max_tokens,
+            stop=stop,
+            seed=seed,
             logprobs=logprobs,
-            echo=echoed,
+            echo=text if echo else None,
             ends=ends_of(self.text_model.tokenizer),
             ignore_boundary=ignore_boundary,
-            decoder=decoder,
         )
-        self._scheduler.submit(request)
-        return handle
+
+    def submit(
+        self, prompt: str | Iterable[int] | Request, sampling: Sampling | None = None, **options: Any
+    ) -> Completion:
+        """Queues a request and returns at once.
+
+        Args:
+            prompt, sampling, options: as in `request`; or what it returned, alone.
+
+        Raises:
+            QueueFullError: all slots and the queue are full.
+            EngineClosedError, ValueError, TypeError: as in `request`.
+        """
+        if not isinstance(prompt, Request):
+            request = self.request(prompt, sampling, **options)
+        elif sampling is not None or options:
+            raise TypeError("a Request must be submitted without further arguments: it has its own")
+        else:
+            request = prompt
+        if request.submitted:
+            raise ValueError("prompt is a Request that was submitted already: dataclasses.replace makes another one")
+        request.decoder = TextDecoder(self.text_model.tokenizer, request.stop)
+        request.handle = Completion(request.tokens, self._scheduler.wake)
+        try:
+            self._scheduler.submit(request)
+        except BaseException:
+            # It may be submitted again, when there is room in the queue for example.
+            del request.handle
+            raise
+        return request.handle
 
     def prefill(
         self,
@@ -305,15 +302,15 @@ class Engine:
         docstring of the module describes.
 
         Args:
-            text, prefix: as `prompt` and `prefix` of `submit`.
+            text, prefix: as `prompt` and `prefix` of `request`.
             progress: called by the worker after each segment, with the number of tokens prefilled and the total. It
                 must return quickly; if it raises, the prefill fails.
-            check: as in `tokenize`.
+            check: as in `request`.
         """
         tokens = self._tokens("text", text, prefix, check)
         self._check_room("text", len(tokens), prefix, 0)
         handle = Prefilling(len(tokens), progress, self._scheduler.wake)
-        self._scheduler.submit_context(Context(handle, Reading(tokens, self.segment_size, prefix)))
+        self._scheduler.submit_context(ContextPrefill(tokens, self.segment_size, prefix, handle=handle))
         return handle
 
     def warm_up(self) -> None:

@@ -1,4 +1,4 @@
-"""`Reading`: the prefill of a prompt or a context, segment by segment, from the longest prefix in the prefix cache."""
+"""`Prefill`: the prefill of a text, segment by segment, from the longest prefix in the prefix cache."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ SCORED_POSITIONS = 128
 
 
 @dataclass(eq=False)
-class Reading:
-    """The progress of prefilling a text. Segments end at multiples of `segment_size`, wherever the prefill started.
+class Prefill:
+    """A text in prefill: the prompt of a `Request`, or a context.
+
+    Segments end at multiples of `segment_size`, wherever the prefill started.
 
     Attributes:
         tokens: tokens of the text, without those of a given prefix.
@@ -33,17 +35,17 @@ class Reading:
         position: how many tokens of the text are prefilled.
         cached: how many of these came from the prefix cache.
         begun: whether the text is one of those of several segments in prefill, which hold a state between segments.
-        logprobs: log-probabilities of the tokens up to `position`, if scored.
+        scores: log-probabilities of the tokens up to `position`, if scored.
     """
 
     tokens: Sequence[int]
     segment_size: int
     prefix: Prefix | None = None
     scored: int | None = None
-    position: int = 0
-    cached: int = 0
-    begun: bool = False
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    position: int = field(default=0, init=False)
+    cached: int = field(default=0, init=False)
+    begun: bool = field(default=False, init=False)
+    scores: list[TokenLogprob] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         # The cache holds states of texts from their first token on, so it cannot hold those after a given prefix.
@@ -85,7 +87,7 @@ class Reading:
             self._whole = found.tokens % self.segment_size == 0
 
     def put_off(self) -> None:
-        """Forgets the prefix that `look_up` found, so that the cache can free it; for readings that have not begun."""
+        """Forgets the prefix that `look_up` found, so that the cache can free it; for texts that have not begun."""
         if self._cacheable:
             self.prefix, self.position, self.cached, self._whole = None, 0, 0, True
 
@@ -125,7 +127,7 @@ class Reading:
         """Log-probabilities of the tokens after each position of a segment, features (t, width)."""
         if self.position == 0:
             if self.prefix is None:
-                self.logprobs.append(TokenLogprob(self.tokens[0], None))
+                self.scores.append(TokenLogprob(self.tokens[0], None))
             else:
                 self._score_targets(self.prefix.logits, [self.tokens[0]])
         targets = list(self.tokens[self.position + 1 : self.position + len(features) + 1])
@@ -139,6 +141,6 @@ class Reading:
         own = logprobs.gather(1, torch.tensor(targets, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
         likely = logprobs.topk(min(self.scored, logprobs.shape[1]), dim=-1)
         rows = zip(targets, own, likely.indices.tolist(), likely.values.tolist(), strict=True)
-        self.logprobs += [
+        self.scores += [
             TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True))) for token, logprob, ids, values in rows
         ]

@@ -13,20 +13,20 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 
 import torch
 
 from sympow.generation.sampling import Sampling
-from sympow.generation.text import TextDecoder
 from sympow.model.gpt import GPT
-from sympow.serving.engine.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
+from sympow.serving.engine.completion import Event, FinishReason
 from sympow.serving.engine.launches import Launches, mark_now
-from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefill import Prefill
 from sympow.serving.engine.prefill_graphs import PrefillGraphs
 from sympow.serving.engine.prefix_cache import PrefixCache
+from sympow.serving.engine.request import ContextPrefill, Request
 from sympow.serving.engine.row_sampling import Choice, RowSampler
 from sympow.serving.engine.slots import Slots
 
@@ -34,7 +34,7 @@ from sympow.serving.engine.slots import Slots
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 # Texts of several segments that are prefilled in turns. Each holds a state beside those of the slots.
-READINGS_IN_TURN = 4
+TEXTS_IN_TURN = 4
 
 
 class QueueFullError(RuntimeError):
@@ -43,47 +43,6 @@ class QueueFullError(RuntimeError):
 
 class EngineClosedError(RuntimeError):
     """The engine is closed, or its worker has failed; the message says which."""
-
-
-@dataclass(eq=False)
-class Request:
-    """A completion as the worker sees it.
-
-    Attributes:
-        handle: the completion that the caller holds.
-        reading: the prefill of the prompt.
-        sampling, seed, max_tokens, logprobs: as in `Engine.submit`.
-        echo: the prompt's text, if the first event is to have it; else None.
-        ends: the tokens that end a text.
-        ignore_boundary: whether to continue after one of these.
-        decoder: turns generated tokens into text.
-        generated: number of generated tokens.
-    """
-
-    handle: Completion
-    reading: Reading
-    sampling: Sampling
-    seed: int | None
-    max_tokens: int
-    logprobs: int | None
-    echo: str | None
-    ends: frozenset[int]
-    ignore_boundary: bool
-    decoder: TextDecoder
-    generated: int = 0
-
-    def end(self, reason: FinishReason, error: str | None = None, **content: object) -> None:
-        """Appends the last event to the completion."""
-        usage = Usage(len(self.reading.tokens), self.generated, self.reading.cached)
-        self.handle.append(Event(finish_reason=reason, error=error, usage=usage, **content))  # type: ignore[arg-type]
-
-
-@dataclass(eq=False)
-class Context:
-    """A context to be prefilled, as the worker sees it."""
-
-    handle: Prefilling
-    reading: Reading
 
 
 class Scheduler:
@@ -117,14 +76,14 @@ class Scheduler:
         self._launches = Launches(partial(mark_now, self._device))
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
-        self._arrived: deque[Context] = deque()
+        self._arrived: deque[ContextPrefill] = deque()
         self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._cancelled = self._closing = self._aborting = False
         self._failure: BaseException | None = None
         self._in_flight = 0
-        self._turns: deque[Request | Context] = deque()
-        # Texts of several segments that wait to begin while `READINGS_IN_TURN` others are in prefill.
-        self._put_off: deque[Request | Context] = deque()
+        self._turns: deque[Request | ContextPrefill] = deque()
+        # Texts of several segments that wait to begin while `TEXTS_IN_TURN` others are in prefill.
+        self._put_off: deque[Request | ContextPrefill] = deque()
         self._rows: list[Request | None] = [None] * rows
         self.counts: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
@@ -146,7 +105,7 @@ class Scheduler:
             self._queue.append(request)
             self._changed.notify()
 
-    def submit_context(self, context: Context) -> None:
+    def submit_context(self, context: ContextPrefill) -> None:
         with self._changed:
             self.check_open()
             self._arrived.append(context)
@@ -247,7 +206,7 @@ class Scheduler:
             if not self._cancelled:
                 return
             self._cancelled = False
-            dropped: list[Request | Context] = [r for r in self._queue if r.handle.cancel_requested]
+            dropped: list[Request | ContextPrefill] = [r for r in self._queue if r.handle.cancel_requested]
             self._queue = deque(r for r in self._queue if not r.handle.cancel_requested)
             self._turns.extend(self._arrived)
             self._arrived.clear()
@@ -259,7 +218,7 @@ class Scheduler:
                 self._release(row)
                 dropped.append(request)
         for work in dropped:
-            self._end(work, "cancelled")
+            self._end(work, Event(finish_reason="cancelled"))
 
     def _admit(self) -> None:
         """Gives free slots to requests in order of arrival, and starts contexts, which need no slot."""
@@ -277,24 +236,23 @@ class Scheduler:
         With graphs, padding counts as tokens.
 
         A text whose next segment is its last always takes its turn. Of longer texts, which hold a state from turn to
-        turn, only `READINGS_IN_TURN` are in prefill; the others wait in order of arrival.
+        turn, only `TEXTS_IN_TURN` are in prefill; the others wait in order of arrival.
         """
         self._launches.next_round()
         left = self._segment_size
         while self._turns or self._put_off:
-            begun = sum(work.reading.begun for work in self._turns)
-            if self._put_off and begun < READINGS_IN_TURN:
+            begun = sum(work.begun for work in self._turns)
+            if self._put_off and begun < TEXTS_IN_TURN:
                 self._turns.appendleft(self._put_off.popleft())
             work = self._turns[0]
-            reading = work.reading
-            reading.look_up(self.cache)
-            if not (reading.begun or reading.in_one_segment):
-                if begun >= READINGS_IN_TURN:
-                    reading.put_off()
+            work.look_up(self.cache)
+            if not (work.begun or work.in_one_segment):
+                if begun >= TEXTS_IN_TURN:
+                    work.put_off()
                     self._put_off.append(self._turns.popleft())
                     continue
-                reading.begun = True
-            length = reading.next_length
+                work.begun = True
+            length = work.next_length
             computed = length
             if length and self._prefill_graphs is not None:
                 computed = self._prefill_graphs.padded(length)
@@ -303,13 +261,13 @@ class Scheduler:
             left -= computed
             try:
                 if length:
-                    reading.advance(self._model, self.cache, self._prefill_graphs)
+                    work.advance(self._model, self.cache, self._prefill_graphs)
                     self.counts["prompt_tokens"] += length
-                self._launches.add(partial(self._report, work, reading.position))
+                self._launches.add(partial(self._report, work, work.position))
                 if work not in self._turns:
                     # Reporting its progress raised, which ended the context.
                     continue
-                if not reading.finished:
+                if not work.finished:
                     self._turns.rotate(-1)
                     continue
                 self._turns.popleft()
@@ -318,41 +276,40 @@ class Scheduler:
                 else:
                     self._launches.wait()
                     if not work.handle.done:
-                        self._end(work, "stop")
+                        self._end(work, Event(finish_reason="stop"))
             except Exception as error:  # noqa: BLE001 - of this text alone; its caller is told
                 self._fail(work, error)
 
-    def _report(self, work: Request | Context, position: int) -> None:
+    def _report(self, work: Request | ContextPrefill, position: int) -> None:
         """Reports progress to the caller of a context, once the device has computed the segment."""
-        if isinstance(work, Context) and not work.handle.done:
+        if isinstance(work, ContextPrefill) and not work.handle.done:
             try:
                 work.handle.advance(position)
             except Exception as error:  # noqa: BLE001 - of this context alone; its caller is told
                 self._fail(work, error)
 
-    def _fail(self, work: Request | Context, error: Exception) -> None:
+    def _fail(self, work: Request | ContextPrefill, error: Exception) -> None:
         """Ends a prompt or context in prefill with an error."""
         if work in self._turns:
             self._turns.remove(work)
-        self._end(work, "error", f"{type(error).__name__}: {error}")
+        self._end(work, _failed(f"{type(error).__name__}: {error}"))
 
     def _join(self, request: Request) -> None:
         """Puts a request whose prompt is prefilled into a free slot."""
-        reading = request.reading
         if request.echo is not None:
-            logprobs = None if request.logprobs is None else tuple(reading.logprobs)
-            request.handle.append(Event(request.echo, tuple(reading.tokens), logprobs, echo=True))
+            logprobs = None if request.logprobs is None else tuple(request.scores)
+            request.handle.append(Event(request.echo, tuple(request.tokens), logprobs, echo=True))
         if request.max_tokens == 0:
             self._launches.wait()
-            self._end(request, "length")
+            self._end(request, Event(finish_reason="length"))
             return
-        assert reading.prefix is not None
+        assert request.prefix is not None
         row = self._rows.index(None)
-        self._slots.put(row, reading.prefix)
+        self._slots.put(row, request.prefix)
         self._sampler.put(row, request.sampling, request.seed, logprobs=request.logprobs is not None)
         self._rows[row] = request
         # The slot holds a copy of the state.
-        reading.prefix = None
+        request.prefix = None
 
     def _decode(self) -> None:
         """Chooses the next token of every running request, and runs a decoding step.
@@ -392,32 +349,20 @@ class Scheduler:
         if not choice.finite:
             self._release(row)
             message = "the model's logits are NaN or infinite: a parameter is, or its dtype overflows on this text"
-            self._end(request, "error", message)
+            self._end(request, _failed(message))
             return
-        token = choice.token
-        request.generated += 1
         self.counts["generated_tokens"] += 1
-        reason: FinishReason | None = None
         try:
-            ignored = token in request.ends and request.ignore_boundary
-            text = "" if ignored else "".join(request.decoder.take(token))
-            if request.decoder.stopped:
-                reason = "stop"
-            elif request.generated == request.max_tokens:
-                reason = "length"
-                text += "".join(request.decoder.finish())
+            event = request.take(choice)
         except Exception as error:  # noqa: BLE001 - a tokenizer's, on this text alone; its caller is told
             self._release(row)
-            self._end(request, "error", f"{type(error).__name__}: {error}")
+            self._end(request, _failed(f"{type(error).__name__}: {error}"))
             return
-        logprobs = None
-        if request.logprobs is not None:
-            logprobs = (TokenLogprob(token, choice.logprob, choice.top[: request.logprobs]),)
-        if reason is None:
-            request.handle.append(Event(text, (token,), logprobs))
+        if event.finish_reason is None:
+            request.handle.append(event)
         else:
             self._release(row)
-            self._end(request, reason, text=text, tokens=(token,), logprobs=logprobs)
+            self._end(request, event)
         if request.generated == 1:
             assert request.handle.first_token_at is not None
             seconds = request.handle.first_token_at - request.handle.created
@@ -432,15 +377,15 @@ class Scheduler:
         if self._prefill_graphs is not None:
             self._prefill_graphs.record()
         # A whole segment, and a short one that continues its state.
-        reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
-        while not reading.finished:
-            reading.advance(self._model, PrefixCache(0), self._prefill_graphs)
+        text = Prefill((0,) * (self._segment_size + 1), self._segment_size)
+        while not text.finished:
+            text.advance(self._model, PrefixCache(0), self._prefill_graphs)
         if self._prefill_graphs is not None:
             # Copying a state into a slot is a graph, too. Softmax models have no prefill graphs and skip this: their
             # slots may be too small for a whole segment.
-            assert reading.prefix is not None
+            assert text.prefix is not None
             for _ in range(3):
-                self._slots.put(0, reading.prefix)
+                self._slots.put(0, text.prefix)
         kinds = [
             (replace(sampling, repetition_penalty=penalty), logprobs)
             for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
@@ -462,26 +407,29 @@ class Scheduler:
         self._rows[row] = None
         self._sampler.clear(row)
 
-    def _end(self, work: Request | Context, reason: FinishReason, error: str | None = None, **content: object) -> None:
-        """Ends a request or a context, and tells its caller."""
-        prefix, work.reading.prefix = work.reading.prefix, None
-        if isinstance(work, Context):
-            if reason == "stop":
-                assert prefix is not None
-                work.handle.end(prefix)
-            else:
-                work.handle.end(error or "the context was cancelled")
+    def _end(self, work: Request | ContextPrefill, last: Event) -> None:
+        """Ends a request or a context, and tells its caller.
+
+        Args:
+            last: the last event of a request; a context ends with its prefix if the reason is "stop".
+        """
+        prefix, work.prefix = work.prefix, None
+        assert last.finish_reason is not None
+        if isinstance(work, ContextPrefill):
+            ended = prefix if last.finish_reason == "stop" else last.error or "the context was cancelled"
+            assert ended is not None
+            work.handle.end(ended)
             return
         with self._changed:
             self._in_flight -= 1
-        self.finished[reason] += 1
-        work.end(reason, error, **content)
+        self.finished[last.finish_reason] += 1
+        work.end(last)
 
     def _end_all(self) -> None:
         """Ends everything that is left, and frees the memory of the slots and of the prefix cache."""
         with self._changed:
             self._closing = True
-            left: list[Request | Context] = [*self._queue, *self._arrived, *self._turns, *self._put_off]
+            left: list[Request | ContextPrefill] = [*self._queue, *self._arrived, *self._turns, *self._put_off]
             left += [request for request in self._rows if request is not None]
             self._queue.clear()
             self._arrived.clear()
@@ -493,7 +441,7 @@ class Scheduler:
         reason: FinishReason = "cancelled" if self._failure is None else "error"
         message = None if self._failure is None else f"the engine's worker has failed: {self._failure!r}"
         for work in left:
-            self._end(work, reason, message)
+            self._end(work, Event(finish_reason=reason, error=message))
         for _, future in tasks:
             future.set_exception(EngineClosedError(message or "the engine is closed"))
         self._launches.clear()
@@ -503,6 +451,10 @@ class Scheduler:
             self._prefill_graphs.close()
         del self._slots, self._sampler, self._prefill_graphs
         self.cache.clear()
+
+
+def _failed(message: str) -> Event:
+    return Event(finish_reason="error", error=message)
 
 
 def _clear_frames(error: BaseException) -> None:

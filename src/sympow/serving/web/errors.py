@@ -1,10 +1,19 @@
-"""`ApiError`: an error response in the format that OpenAI's clients expect."""
+"""`ApiError`: an error response in the format of OpenAI's API. `api_error` makes one of any exception."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from sympow.serving.engine.completion import RequestError
+from sympow.serving.engine.scheduler import EngineClosedError, QueueFullError
 
 ErrorType = Literal[
     "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "timeout", "server_error"
@@ -12,12 +21,17 @@ ErrorType = Literal[
 # OpenAI's clients retry requests by themselves after some statuses, unless this header forbids it.
 NO_RETRY = {"x-should-retry": "false"}
 
+# Exceptions that mean the same wherever they are raised.
+ENGINE_ERRORS = (QueueFullError, EngineClosedError, RequestError)
+
 # Status of a request whose client has gone away, for the metrics.
 DISCONNECTED = 499
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """Ends a request with an error.
+
+    It is an HTTPException, which FastAPI lets through where a body is received: `gatekeeping` raises errors there.
 
     Args:
         status: HTTP status.
@@ -40,24 +54,57 @@ class ApiError(Exception):
     ) -> None:
         # A client's number may have thousands of digits.
         message = re.sub(r"([\d,.]{30})[\d,.]{10,}", r"\1…", message)
-        super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-        self.headers = headers or {}
+        super().__init__(status, message, headers)
+        self.kind, self.param, self.code = kind, param, code
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def from_argument_error(error: Exception, fields: Collection[str]) -> ApiError:
-    """A 400 response from a ValueError or TypeError of the library, whose message begins with an argument's name.
+def api_error(error: Exception, fields: Collection[str] | None = None) -> ApiError:
+    """What a client is told of an exception.
 
     Args:
-        fields: fields of the request; the error's param is that name if it is one of them, else None.
+        fields: fields of the request, whose values the library has refused by a ValueError or TypeError: its message
+            begins with an argument's name, which is the error's param if it is one of these. None: it is a bug.
     """
-    message = str(error)
-    first = re.match(r"\w*", message)
-    name = first[0] if first else ""
-    return ApiError(400, message, param=name if name in fields else None)
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError() | ValidationError():
+            return _invalid(error)
+        case HTTPException(__cause__=ValueError() | RecursionError() as reason):
+            # What FastAPI makes of bytes that cannot be decoded, for example.
+            return not_json(str(reason))
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        case QueueFullError():
+            return queue_full(f"the server is busy: {error}")
+        case EngineClosedError():
+            return stopping()
+        case RequestError():
+            return failed(str(error))
+        case ValueError() | TypeError() if fields is not None:
+            message = str(error)
+            name = _first_word(message)
+            return ApiError(400, message, param=name if name in fields else None)
+        case _:
+            # The server prints the traceback; the client gets no details.
+            return ApiError(500, "the server failed on this request", "server_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    told = api_error(error)
+    return JSONResponse(told.body(), status_code=told.status_code, headers=told.headers)
+
+
+@contextmanager
+def given_by_client(fields: Collection[str]) -> Iterator[None]:
+    """Around calls of the library with a client's values; arguments as in `api_error`."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise api_error(error, fields) from error
 
 
 def queue_full(message: str) -> ApiError:
@@ -81,3 +128,43 @@ def disconnected() -> ApiError:
 def failed(message: str) -> ApiError:
     """A 500 response for a request that failed in the model or the tokenizer, and would fail again."""
     return ApiError(500, message, "server_error", code="request_failed", headers=NO_RETRY)
+
+
+def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
+    """A 400 response that names the first error in a body."""
+    first = error.errors()[0]
+    # FastAPI names the body, and pydantic members of unions, neither of which are fields.
+    whole = first["loc"][1:] if isinstance(error, RequestValidationError) else first["loc"]
+    place = [part for part in whole if isinstance(part, int) or part.islower()]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        # The client chose this name, which may have any characters and length.
+        where, param = ".".join(map(str, whole))[:100], str(whole[0])[:100]
+        return ApiError(400, f"Unrecognized request argument supplied: {where}", param=param, code="unknown_parameter")
+    if first["type"] == "json_invalid":
+        # FastAPI has the place beside the message, and pydantic inside it.
+        return not_json(" at character ".join((first["ctx"]["error"], *map(str, whole))))
+    if first["type"] == "missing" and not place:
+        return not_json("it is empty")
+    if isinstance(getattr(error, "body", None), bytes):
+        return not_sent_as_json()
+    if first["type"] == "model_attributes_type":
+        message = "Input should be an object"
+    if not place:
+        # Of the whole body, by a validator whose message begins with a field.
+        return ApiError(400, message, param=_first_word(message) if first["type"] == "value_error" else None)
+    where = ".".join(map(str, place))
+    return ApiError(400, f"{where}: {message}", param=str(place[0]))
+
+
+def not_json(reason: str) -> ApiError:
+    return ApiError(400, f"the body is not JSON: {reason}", code="not_json")
+
+
+def not_sent_as_json() -> ApiError:
+    return ApiError(400, "the body must be JSON: send it with `Content-Type: application/json`", code="not_json")
+
+
+def _first_word(message: str) -> str:
+    found = re.match(r"\w*", message)
+    return found[0] if found else ""

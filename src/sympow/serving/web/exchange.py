@@ -1,57 +1,73 @@
-"""Sends completions from the engine to a client, as a whole or as a stream.
+"""`Exchange`: one HTTP request for completions, until its response has ended.
 
-A `Group` holds the completions of one HTTP request. `Group.fail` is the only way to end it early: when the client
-disconnects, when the request times out, or when the server stops. Its slots are then free at the engine's next step.
+`Exchange.fail` is the only way to end one early: when the client disconnects, when the request times out, or when the
+server stops. Its slots are then free at the engine's next step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sympow.serving.engine.completion import Completion, Event, RequestError, Result, Usage
+from sympow.serving.engine.completion import Completion, Event, Result, Usage
+from sympow.serving.web.answers import Answer
 from sympow.serving.web.errors import DISCONNECTED, ApiError, disconnected, failed, timed_out
 from sympow.serving.web.metrics import HttpCounts
-from sympow.serving.web.openai import Answer
 
 # Events of several completions that are queued for a slow client; further ones stay with their completions.
 WAITING_CHUNKS = 64
+# Seconds that a client gets to read the error at the end of its stream.
+LAST_WORDS = 5.0
+
+T = TypeVar("T")
 
 
-class Group:
-    """The completions of one HTTP request.
+class Exchange:
+    """The completions of one HTTP request. At the end of the `with` block, those that have not ended are cancelled.
 
     Args:
-        timeout: seconds that the request may take.
-        running: the running groups of the server; this one is in it until it ends.
+        receive: of the HTTP request, by which its client disconnects.
+        timeout: seconds that the exchange may take.
+        running: the running exchanges of the server; this one is in it until it ends.
         counts: counts clients that disconnect.
     """
 
-    def __init__(self, timeout: float, running: set[Group], counts: HttpCounts) -> None:
+    def __init__(self, receive: Receive, timeout: float, running: set[Exchange], counts: HttpCounts) -> None:
         self.completions: list[Completion] = []
         self.error: ApiError | None = None
-        self._discarded = False
-        self._counts, self._running = counts, running
+        self._ended = False
+        self._receive, self._counts, self._running = receive, counts, running
         self._failed = asyncio.Event()
         self._timer = asyncio.get_running_loop().call_later(timeout, lambda: self.fail(timed_out(timeout)))
         running.add(self)
 
-    @property
-    def ended(self) -> bool:
-        """Whether nobody waits for its completions any more."""
-        return self._discarded or self.error is not None
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended = True
+        self._timer.cancel()
+        self._running.discard(self)
+        self._cancel()
+
+    def check_awaited(self) -> None:
+        """Raises if nobody waits for the completions any more."""
+        if self._ended or self.error is not None:
+            raise self.error or disconnected()
 
     def add(self, completion: Completion) -> None:
-        """Adds a completion, and cancels it if the group has ended meanwhile; called by the submitting thread."""
+        """Adds a completion, and cancels it if the exchange has ended meanwhile; called by the submitting thread."""
         self.completions.append(completion)
-        if self.ended:
+        if self._ended or self.error is not None:
             completion.cancel()
 
     def fail(self, error: ApiError) -> None:
@@ -59,24 +75,36 @@ class Group:
         if self.error is None:
             self.error = error
             self._failed.set()
+        self._cancel()
+
+    async def run(self, work: Awaitable[T], patience: float = 0) -> T:
+        """Awaits work, unless the exchange fails meanwhile, by its client for example: that raises its error.
+
+        Args:
+            patience: seconds that the work gets to end by itself then, if the client is still there.
+        """
+        working = asyncio.ensure_future(work)
+        others = [asyncio.create_task(self._watch()), asyncio.create_task(self._failed.wait())]
+        try:
+            await asyncio.wait([working, others[1]], return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                if patience and not working.done() and self.error.status_code != DISCONNECTED:
+                    await asyncio.wait([working], timeout=patience)
+                raise self.error
+            return working.result()
+        finally:
+            await _end([working, *others])
+
+    async def results(self) -> list[Result]:
+        return [await completion.aresult() for completion in self.completions]
+
+    def _cancel(self) -> None:
         for completion in self.completions:
             completion.cancel()
 
-    def discard(self) -> None:
-        """Removes the group from the server, and cancels completions that have not ended."""
-        self._discarded = True
-        self._timer.cancel()
-        self._running.discard(self)
-        for completion in self.completions:
-            completion.cancel()
-
-    async def failure(self) -> None:
-        """Returns when the group fails."""
-        await self._failed.wait()
-
-    async def watch(self, receive: Receive) -> None:
-        """Fails the group when its client disconnects."""
-        while (await receive())["type"] != "http.disconnect":
+    async def _watch(self) -> None:
+        """Fails the exchange when its client disconnects."""
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         # ASGI servers report a disconnect after the end of a response, too.
         if not self.completions or not all(completion.done for completion in self.completions):
@@ -84,62 +112,27 @@ class Group:
         self.fail(disconnected())
 
 
-async def answer_whole(request: Request, group: Group) -> list[Result]:
-    """Waits for all completions of a group.
-
-    Raises:
-        ApiError: one failed, or the group did.
-    """
-
-    async def results() -> list[Result]:
-        return [await completion.aresult() for completion in group.completions]
-
-    working = asyncio.create_task(results())
-    others = [asyncio.create_task(group.watch(request.receive)), asyncio.create_task(group.failure())]
-    try:
-        await asyncio.wait([working, others[1]], return_when=asyncio.FIRST_COMPLETED)
-        if group.error is not None:
-            raise group.error
-        return working.result()
-    except RequestError as error:
-        raise failed(str(error)) from error
-    finally:
-        group.discard()
-        await _end([working, *others])
-
-
 class StreamedAnswer(Response):
     """A stream of server-sent events, one for each piece of generated text; an error is an event that ends the stream.
 
     Args:
-        group: the completions to stream, each as a choice.
+        exchange: the completions to stream, each as a choice. The stream ends it.
         answer: formats the chunks.
         include_usage: whether a last chunk has the usage, and all others a usage of null.
     """
 
-    def __init__(self, group: Group, answer: Answer, *, include_usage: bool) -> None:
+    def __init__(self, exchange: Exchange, answer: Answer, *, include_usage: bool) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
-        self._group, self._answer, self._include_usage = group, answer, include_usage
+        self._exchange, self._answer, self._include_usage = exchange, answer, include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watching = asyncio.create_task(self._group.watch(receive))
-        sending = asyncio.create_task(self._send(send))
-        failing = asyncio.create_task(self._group.failure())
-        try:
-            await asyncio.wait([sending, failing], return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done() and self._group.error is not None and self._group.error.status != DISCONNECTED:
-                # The stream sends the error, unless the client does not read it in time.
-                await asyncio.wait([sending], timeout=5)
-            if sending.done() and not sending.cancelled():
-                # A connection that was closed while data was sent is no failure of the server.
-                with suppress(OSError):
-                    sending.result()
-        finally:
-            self._group.discard()
-            await _end([sending, watching, failing])
+        # The stream itself tells the client of the exchange's error, and a connection that was closed while data was
+        # sent is no failure of the server.
+        with self._exchange, suppress(ApiError, OSError):
+            await self._exchange.run(self._send(send), patience=LAST_WORDS)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -150,11 +143,11 @@ class StreamedAnswer(Response):
     async def _contents(self) -> AsyncIterator[str]:
         """The data of each event."""
         usages: dict[int, Usage] = {}
-        for index in range(len(self._group.completions)):
+        for index in range(len(self._exchange.completions)):
             if opening := self._answer.opening(index):
                 yield self._written(opening)
-        async for index, event in _merged(self._group.completions):
-            error = self._group.error
+        async for index, event in _merged(self._exchange.completions):
+            error = self._exchange.error
             if event.finish_reason in ("error", "cancelled"):
                 error = error or failed(event.error or "the request was cancelled")
             if error is not None:
@@ -205,7 +198,7 @@ async def _merged(completions: Sequence[Completion]) -> AsyncIterator[tuple[int,
         await _end(tasks)
 
 
-async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancels tasks and waits until they have ended; what they raised is of no interest any more."""
     for task in tasks:
         task.cancel()

@@ -13,10 +13,9 @@ from collections.abc import Collection, Sequence
 from ipaddress import AddressValueError, IPv6Address
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sympow.serving.web.errors import ApiError, disconnected
+from sympow.serving.web.errors import ApiError, disconnected, error_response
 from sympow.serving.web.metrics import HttpCounts
 
 # Seconds without data after which a request body is given up.
@@ -28,10 +27,6 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 # Paths that accept any Host header: health probes send the address of a machine or a container.
 HOSTLESS = ("/health",)
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 class Gatekeeper:

@@ -12,7 +12,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from sympow.serving.web.app import Service
+from sympow.serving.web.openai import Service
 
 # Seconds after the grace period for clients to read the rest of their responses.
 LAST_GRACE = 10.0
