@@ -23,10 +23,9 @@ from sympow.generation.sampling import Sampling
 from sympow.model.gpt import GPT
 from sympow.serving.engine.completion import Event, FinishReason
 from sympow.serving.engine.launches import Launches, mark_now
-from sympow.serving.engine.prefill import Prefill
 from sympow.serving.engine.prefill_graphs import PrefillGraphs
 from sympow.serving.engine.prefix_cache import PrefixCache
-from sympow.serving.engine.request import ContextPrefill, Request
+from sympow.serving.engine.request import ContextPrefill, Prefill, Request
 from sympow.serving.engine.row_sampling import Choice, RowSampler
 from sympow.serving.engine.slots import Slots
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from sympow.serving.engine.completion import Completion, Event, Result, Usage
 from sympow.serving.web.answers import Answer
 from sympow.serving.web.errors import DISCONNECTED, ApiError, disconnected, failed, timed_out
-from sympow.serving.web.metrics import HttpCounts
+from sympow.serving.web.gatekeeping import HttpCounts
 
 # Events of several completions that are queued for a slow client; further ones stay with their completions.
 WAITING_CHUNKS = 64

@@ -10,13 +10,13 @@ import hashlib
 import hmac
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv6Address
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sympow.serving.web.errors import ApiError, disconnected, error_response
-from sympow.serving.web.metrics import HttpCounts
 
 # Seconds without data after which a request body is given up.
 BODY_PATIENCE = 30.0
@@ -27,6 +27,18 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 # Paths that accept any Host header: health probes send the address of a machine or a container.
 HOSTLESS = ("/health",)
+
+
+@dataclass
+class HttpCounts:
+    """Counts of responses by route and status, of open requests, and of requests whose clients disconnected."""
+
+    responses: dict[tuple[str, int], int] = field(default_factory=dict)
+    open: int = 0
+    disconnected: int = 0
+
+    def count(self, route: str, status: int) -> None:
+        self.responses[route, status] = self.responses.get((route, status), 0) + 1
 
 
 class Gatekeeper:

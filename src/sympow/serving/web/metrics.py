@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -14,18 +14,7 @@ from prometheus_client.registry import Collector
 from sympow.serving.engine.engine import Engine
 from sympow.serving.engine.scheduler import TTFT_BUCKETS
 from sympow.serving.web.context_store import ContextStore
-
-
-@dataclass
-class HttpCounts:
-    """Counts of responses by route and status, of open requests, and of requests whose clients disconnected."""
-
-    responses: dict[tuple[str, int], int] = field(default_factory=dict)
-    open: int = 0
-    disconnected: int = 0
-
-    def count(self, route: str, status: int) -> None:
-        self.responses[route, status] = self.responses.get((route, status), 0) + 1
+from sympow.serving.web.gatekeeping import HttpCounts
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from sympow.serving.web.bodies import ChatBody, CompletionBody, GenerationBody, 
 from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.errors import ApiError, given_by_client, stopping
 from sympow.serving.web.exchange import Exchange, StreamedAnswer
-from sympow.serving.web.metrics import HttpCounts
+from sympow.serving.web.gatekeeping import HttpCounts
 
 # The most log-probabilities of one response, which take some 100 MB in memory, and as many as text.
 MOST_LOGPROBS = 2**20
