@@ -31,7 +31,7 @@ class StandIn:
     """
 
     def __init__(self):
-        self.files = {name: files("sympow.serving").joinpath("page", name).read_bytes() for name in TYPES}
+        self.files = {name: files("sympow.serving.web").joinpath("page", name).read_bytes() for name in TYPES}
         self.key = None
         self.state_bytes = STATE_BYTES
         self.contexts = {}

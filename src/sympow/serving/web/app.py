@@ -140,7 +140,7 @@ def _add_monitoring(app: FastAPI, service: Service) -> None:
 def _add_page(app: FastAPI) -> list[str]:
     """Serves the files of the page; returns their paths."""
     paths = []
-    for file in resources.files("sympow.serving").joinpath("page").iterdir():
+    for file in resources.files("sympow.serving.web").joinpath("page").iterdir():
         kind = PAGE_TYPES.get(PurePath(file.name).suffix)
         if kind is not None:
             path = "/" if file.name == "index.html" else f"/{file.name}"
