@@ -24,7 +24,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate"),
     "lora": ("peft",),
-    "serve": ("fastapi", "uvicorn", "python-multipart"),
+    "serve": ("fastapi", "uvicorn", "python-multipart", "prometheus_client"),
 }
 # Calls of `sympow.attention`: head dimensions of the paper and of current models, and variants. The device is filled in
 # by `routes`.
