@@ -97,11 +97,12 @@ class TokenFiles:
 
 def find_token_files(source: Path) -> dict[str, list[Path]]:
     """The token files of a folder, or the one that is named, by split and in the order of their paths."""
-    found = sorted(path for path in source.rglob("*") if path.suffix in ENDINGS) if source.is_dir() else [source]
+    folder, found = (source, sorted(source.rglob("*"))) if source.is_dir() else (source.parent, [source])
     splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    for path in found if source.is_dir() or source.suffix in ENDINGS else ():
-        name = path.relative_to(source if source.is_dir() else source.parent).as_posix().lower()
-        splits["heldout" if HELDOUT_WORDS & set(re.split("[^a-z]+", name)) else "train"].append(path)
+    for path in found:
+        if path.suffix in ENDINGS:
+            words = re.split("[^a-z]+", path.relative_to(folder).as_posix().lower())
+            splits["train" if HELDOUT_WORDS.isdisjoint(words) else "heldout"].append(path)
     return splits
 
 
