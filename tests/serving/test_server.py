@@ -310,13 +310,13 @@ def test_another_model_is_not_found(served):
     [
         (b'{"prompt": "x", "temperature": NaN}', "temperature: Input should be a finite number"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature: Input should be a finite number"),
-        (b'{"prompt": "\\ud800"}', "the body is not JSON"),
+        (b'{"prompt": "\\ud800"}', "prompt is not UTF-8 text"),
         (b'{"prompt": "\xff"}', "the body is not JSON"),
         (b'{"prompt": "x"', "the body is not JSON"),
         (b"[" * 100_000, "the body is not JSON"),
-        (b"", "the body is not JSON"),
+        (b"", "the body is not JSON: it is empty"),
         (b"[]", "should be an object"),
-        (b'{"max_tokens": ' + b"9" * 5_000 + b"}", "number out of range"),
+        (b'{"max_tokens": ' + b"9" * 5_000 + b"}", "the body is not JSON: Exceeds the limit (4300 digits)"),
     ],
 )
 def test_malformed_bodies_are_refused_and_the_server_goes_on(served, body, message):
@@ -562,7 +562,9 @@ def test_a_context_that_cannot_be_opened_now_is_not_called_damaged(served):
 def test_the_openapi_description_names_the_parameters(served):
     described = json.loads(served.raw.get("/openapi.json").text)
     schema = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"prompt", "max_tokens", "context", "repetition_penalty"} <= schema["properties"].keys()
+    assert schema == {"$ref": "#/components/schemas/CompletionBody"}
+    fields = described["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {"prompt", "max_tokens", "context", "repetition_penalty"} <= fields.keys()
     forms = described["paths"]["/v1/contexts"]["post"]["requestBody"]["content"]
     assert forms["application/json"]["schema"]["properties"].keys() == {"text", "name"}
     assert forms["multipart/form-data"]["schema"]["properties"].keys() == {"file", "name"}

@@ -74,8 +74,8 @@ def api_error(error: Exception, fields: Collection[str] | None = None) -> ApiErr
         case RequestValidationError() | ValidationError():
             return _invalid(error)
         case HTTPException(__cause__=ValueError() | RecursionError() as reason):
-            # What FastAPI makes of bytes that cannot be decoded, for example.
-            return not_json(str(reason))
+            # What FastAPI makes of bytes that cannot be decoded. Behind a semicolon is advice to programmers.
+            return not_json(str(reason).partition(";")[0])
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
         case QueueFullError():
