@@ -20,7 +20,7 @@ help:
 	@echo "make docs    build the documentation site into build/site; warnings are errors"
 	@echo "make format  apply the formatter and safe lint fixes"
 	@echo "make bench   time and memory of the chunked form against length (CPU, minutes)"
-	@echo "make clean   remove $(VENV) and build/"
+	@echo "make clean   remove $(VENV), .cache/ and build/"
 	@echo "The command sympow is installed as $(BIN)/sympow."
 
 # --no-compile: Python compiles a module when it is first imported, and most modules of the dependencies never are.
@@ -78,7 +78,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/assemble.py
-	$(BIN)/zensical build --strict $(ARGS)
+	$(BIN)/zensical build --clean --strict $(ARGS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -88,4 +88,4 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/length_scaling.py --out build/length_scaling_cpu.json
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) .cache build
