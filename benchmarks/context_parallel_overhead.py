@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sympow
-from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
+from sympow.check.timing import Timing, environment, measure_interleaved, save_results
 from sympow.parallel import Shards
 from sympow.parallel import attention as sharded_attention
 

@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import sympow
-from sympow.bench.timing import environment, measure, save_results
+from sympow.check.timing import environment, measure, save_results
 from sympow.kernels.rotary import fused_rotation
 from sympow.ops.window import Window
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from sympow import GPT, GPTConfig
-from sympow.bench.timing import environment, save_results
+from sympow.check.timing import environment, save_results
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.model.config import VARIANTS

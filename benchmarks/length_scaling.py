@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import sympow
-from sympow.bench.timing import PeakMemory, environment, measure, save_results
+from sympow.check.timing import PeakMemory, environment, measure, save_results
 from sympow.ops.torch.softmax import softmax_attention
 
 LENGTHS = (4_096, 8_192, 16_384, 32_768)

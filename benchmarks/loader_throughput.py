@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from sympow.bench.timing import environment, save_results
+from sympow.check.timing import environment, save_results
 from sympow.data import Loader, TokenDataset, open_dataset, prepare
 from sympow.extras import require
 

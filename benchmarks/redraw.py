@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sympow.bench.operator import load_rows
+from sympow.check.operator import load_rows
 from sympow.report.figures import plot_bench_rows
 
 

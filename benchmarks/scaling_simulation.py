@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.bench.timing import save_results
+from sympow.check.timing import save_results
 from sympow.extras import require
 from sympow.model.accounting import other_operations
 from sympow.model.config import GPTConfig

@@ -43,7 +43,7 @@ from urllib.request import Request, urlopen
 import torch
 
 from sympow import GPT, GPTConfig
-from sympow.bench.timing import environment, installed_version, save_results
+from sympow.check.timing import environment, installed_version, save_results
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel

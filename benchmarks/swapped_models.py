@@ -34,7 +34,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sympow.bench.timing import environment, save_results
+from sympow.check.timing import environment, save_results
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.hf import StateLayer, SwappedGPT, swap_attention, swapped_layers

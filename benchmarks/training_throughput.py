@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sympow.bench.timing import environment, save_results
+from sympow.check.timing import environment, save_results
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 from sympow.model.config import VARIANTS
 from sympow.train.config import paper

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import sympow
-from sympow.bench.timing import measure
+from sympow.check.timing import measure
 from sympow.cli.errors import Reported
 from sympow.data.preparation import prepare
 from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import sympow
-from sympow.bench.timing import Timing, environment, measure
+from sympow.check.timing import Timing, environment, measure
 from sympow.model.accounting import crossover, key_value_elements, state_elements
 from sympow.ops import reference
 from sympow.ops.torch.softmax import softmax_attention

@@ -15,7 +15,7 @@ import torch
 
 from experiments.store import StoredResult
 from sympow import GPT, GPTConfig, __version__
-from sympow.bench.timing import environment
+from sympow.check.timing import environment
 from sympow.data import load_tokenizer, open_dataset
 from sympow.data.tokenizer import token_unit
 from sympow.evaluate import (

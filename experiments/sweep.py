@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.stacked import StackedTraining, stack
 from experiments.store import StoredResult
 from sympow import GPT, GPTConfig, __version__
-from sympow.bench.timing import environment
+from sympow.check.timing import environment
 from sympow.files import replacing
 from sympow.train.signals import StopRequest, stop_on_signals
 

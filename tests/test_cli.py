@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from sympow import GPT, GPTConfig
-from sympow.bench.operator import Setting, methods, run_bench
+from sympow.check.operator import Setting, methods, run_bench
 from sympow.cli import common
 from sympow.cli.app import app
 from sympow.model.gpt import SEGMENT_SIZE
@@ -142,7 +142,7 @@ def test_an_interrupted_bench_keeps_what_it_has_timed(tmp_path, monkeypatch):
         yield next(run_bench(*arguments, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sympow.bench.operator.run_bench", interrupted)
+    monkeypatch.setattr("sympow.check.operator.run_bench", interrupted)
     out = tmp_path / "result.json"
     arguments = ["--tokens", "32", "--context", "32", "--heads", "1", "--dim", "4", "--runs", "1", "--device", "cpu"]
     assert runner.invoke(app, ["bench", *arguments, "--out", str(out)]).exit_code != 0
@@ -189,7 +189,7 @@ def test_bench_refuses_tensors_larger_than_the_memory(monkeypatch):
     assert "at least 40,960.0 GB with their gradients, and there are" in said
     sizes = ["--tokens", "64", "--context", "64", "--heads", "1", "--dim", "4", "--runs", "1", "--dtype", "float32"]
     for room, options, code in ((8_192, (), 0), (8_191, (), 2), (4_096, ("--no-backward",), 0)):
-        monkeypatch.setattr("sympow.bench.operator.host_memory", lambda room=room: room)
+        monkeypatch.setattr("sympow.check.operator.host_memory", lambda room=room: room)
         assert runner.invoke(app, ["bench", "--device", "cpu", *sizes, *options]).exit_code == code
 
 
@@ -202,7 +202,7 @@ def timed(monkeypatch):
         seen.setting, seen.contexts, seen.options = setting, tuple(contexts), options
         return iter(())
 
-    monkeypatch.setattr("sympow.bench.operator.run_bench", remember)
+    monkeypatch.setattr("sympow.check.operator.run_bench", remember)
     return seen
 
 
@@ -327,7 +327,7 @@ def test_bench_refuses_to_write_its_figure_over_its_results(tmp_path, timed):
 )
 def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, module, arguments):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("sympow.bench.operator.run_bench", None)
+    monkeypatch.setattr("sympow.check.operator.run_bench", None)
     result = runner.invoke(app, [*arguments, "--out", str(tmp_path / "out")], prog_name="sympow")
     assert result.exit_code == 1
     said = f"error: {module} is not installed; it comes with: pip install 'conformal-sympow[report]'"

@@ -21,7 +21,7 @@ LAYERS = (
     ("layers",),
     ("model",),
     ("generation", "train"),
-    ("evaluate", "hf", "bench"),
+    ("evaluate", "hf", "check"),
     ("report", "serving"),
     ("convert",),
     ("cli",),

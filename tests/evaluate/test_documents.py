@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sympow import GPT, GPTConfig
-from sympow.bench.timing import PeakMemory
+from sympow.check.timing import PeakMemory
 from sympow.evaluate import document_sequences, loss_by_position
 from sympow.evaluate.held_out_loss import count_sequences
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sympow
-from sympow.bench.timing import PeakMemory
+from sympow.check.timing import PeakMemory
 
 
 def inputs(length: int, grad: bool = False):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sympow
 from support import Inputs, assert_close, gradients, random_inputs, run
-from sympow.bench.timing import PeakMemory
+from sympow.check.timing import PeakMemory
 from sympow.ops import reference
 from sympow.ops.torch import products as blocks
 

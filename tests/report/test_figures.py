@@ -11,8 +11,8 @@ from report.conftest import PASSKEY, RECALL
 from report.drawn import layout_problems, looks, record_figures, texts_of
 from report.made_up import VARIANTS, write_run
 
-from sympow.bench.operator import Setting, load_rows, methods
-from sympow.bench.timing import Timing, environment
+from sympow.check.operator import Setting, load_rows, methods
+from sympow.check.timing import Timing, environment
 from sympow.evaluate import PasskeyPoint, RecallPoint
 from sympow.report.figures import (
     plot_bench_rows,
@@ -207,7 +207,7 @@ def test_probes(tmp_path, saved, kinds):
 
 def everything_timed(device, monkeypatch):
     """Names of all methods of a device, as if all other packages were installed."""
-    monkeypatch.setattr("sympow.bench.operator._importable", lambda module: True)
+    monkeypatch.setattr("sympow.check.operator._importable", lambda module: True)
     return list(methods(Setting(device=device), ("triton", "torch", "auto")))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sympow.bench.timing import Timing, environment, measure, save_results
+from sympow.check.timing import Timing, environment, measure, save_results
 from sympow.report.figures import plot_time_against_context
 from sympow.report.model_info import format_bytes, format_count
 
@@ -41,7 +41,7 @@ def test_environment_without_triton(monkeypatch):
     def nowhere(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("sympow.bench.timing.version", nowhere)
+    monkeypatch.setattr("sympow.check.timing.version", nowhere)
     assert "triton" not in environment()
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from support import assert_close, interpreted
-from sympow.bench.timing import PeakMemory
+from sympow.check.timing import PeakMemory
 from sympow.model import losses
 from sympow.model.losses import linear_cross_entropy, token_losses
 

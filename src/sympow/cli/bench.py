@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.bench import SHAPES, SIZES, Shape
+from sympow.check import SHAPES, SIZES, Shape
 from sympow.checks import check_choice, choose_device
 from sympow.cli.common import Device
 from sympow.extras import require
@@ -78,7 +78,7 @@ def bench(
     """
     import torch
 
-    from sympow.bench.operator import Row, Setting, describe, print_rows, progress_bar, run_bench, save_rows
+    from sympow.check.operator import Row, Setting, describe, print_rows, progress_bar, run_bench, save_rows
     from sympow.report.figures import plot_bench_rows
     from sympow.settings import BACKENDS, check_power
 

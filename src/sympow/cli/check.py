@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.bench import SIZES
+from sympow.check import SIZES
 from sympow.checks import choose_device
 from sympow.cli.common import Device, print_json
 from sympow.extras import require
@@ -23,9 +23,9 @@ def check(
 
     The exit code is 0 if every check passed, and 1 if one failed.
     """
-    from sympow.bench.installation import describe_installation, routes
-    from sympow.bench.kernel_accuracy import Machine, check_accuracy
-    from sympow.bench.operator import describe, print_rows, progress_bar, run_bench
+    from sympow.check.accuracy import Machine, check_accuracy
+    from sympow.check.installation import describe_installation, routes
+    from sympow.check.operator import describe, print_rows, progress_bar, run_bench
 
     device = choose_device(device)
     machine = Machine.find(device, seed)
@@ -71,7 +71,7 @@ def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
     """Setting and contexts of the benchmark: those of `sympow bench`, without the shortest context on a GPU."""
     import torch
 
-    from sympow.bench.operator import Setting
+    from sympow.check.operator import Setting
 
     sizes = SIZES[device]
     setting = Setting(sizes.tokens, sizes.heads, dtype=getattr(torch, sizes.dtype), device=device)

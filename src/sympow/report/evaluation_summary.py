@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sympow.bench.timing import environment
+from sympow.check.timing import environment
 from sympow.evaluate.evaluation_file import FILE, ModelEvaluation, contexts_up_to, write_evaluations
 from sympow.extras import require
 from sympow.report.figures import plot_loss_by_context, plot_loss_by_position, plot_probes

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sympow.bench.operator import Row, Setting, describe
-from sympow.bench.timing import Timing
+from sympow.check.operator import Row, Setting, describe
+from sympow.check.timing import Timing
 from sympow.evaluate import PasskeyPoint, RecallPoint
 from sympow.evaluate.evaluation_file import averages_over_ranges
 from sympow.extras import require

@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
-from sympow.bench import SHAPES
-from sympow.bench import operator as bench
-from sympow.bench.operator import Setting, describe, load_rows, methods, run_bench, unsupported_methods
+from sympow.check import SHAPES
+from sympow.check import operator as bench
+from sympow.check.operator import Setting, describe, load_rows, methods, run_bench, unsupported_methods
 from sympow.cli.app import app
 from sympow.model.config import PRESETS
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
+from sympow.check.timing import Timing, environment, measure_interleaved, save_results
 from sympow.checks import check_at_least, check_choice
 from sympow.extras import require
 from sympow.model.accounting import host_memory
@@ -42,7 +42,7 @@ class Setting:
         heads: query heads.
         dim: d of queries, keys and values.
         kv_heads: key heads, a divisor of `heads`; None: as many as query heads.
-        shape: the model whose heads these are (`sympow.bench.SHAPES`), or None.
+        shape: the model whose heads these are (`sympow.check.SHAPES`), or None.
         gating: the gates with which `sympow.attention` is timed, each of `GATINGS`.
         other_dtypes: dtypes in which `sympow.attention` is timed as well, beside `dtype`.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import sympow
-from sympow.bench.timing import installed_version
+from sympow.check.timing import installed_version
 from sympow.kernels.device_limits import KIB, device_limits
 from sympow.ops.dispatch import Request, auto_uses_torch_reason, triton_interpreted
 

@@ -215,7 +215,7 @@ def save_results(
 
     Args:
         path: the file; missing parent folders are created.
-        environment: the result of `sympow.bench.timing.environment`; None if nothing was measured.
+        environment: the result of `sympow.check.timing.environment`; None if nothing was measured.
         command: the command that reproduces the file; by default the command line of this process.
         indent: indentation of the JSON.
         content: further entries, such as the setting and the rows.

@@ -14,9 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from support import FORMS, random_inputs, run_reference
-from sympow.bench import installation
-from sympow.bench import kernel_accuracy as accuracy
-from sympow.bench.kernel_accuracy import plain_attention, plain_softmax_attention
+from sympow.check import accuracy, installation
+from sympow.check.accuracy import plain_attention, plain_softmax_attention
 from sympow.cli.app import app
 from sympow.ops import dispatch as ops_dispatch
 from sympow.ops.interface import attention
@@ -168,7 +167,7 @@ import inspect, pkgutil, importlib
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 import sympow.kernels
-from sympow.bench.kernel_accuracy import Machine, check_accuracy
+from sympow.check.accuracy import Machine, check_accuracy
 
 launched = set()
 # Counts a launch instead of interpreting it, which would take minutes; what kernels compute has tests of its own.

@@ -1,4 +1,4 @@
-"""Measurements on this machine: speed and memory (`sympow bench`), accuracy of kernels (`sympow check`)."""
+"""What `sympow check` and `sympow bench` measure on this machine: accuracy of kernels, speed and memory."""
 
 from __future__ import annotations
 
