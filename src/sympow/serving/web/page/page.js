@@ -207,8 +207,8 @@ async function upload(file) {
   try {
     const context = await fetchJson("v1/contexts", { method: "POST", body, signal: cancel.signal });
     awaited = context.id;
-    // A look at the server may have found it first.
-    if (known.has(context.id)) row.remove();
+    // A look at the server may have found it first, and put it above what was uploaded since.
+    if (known.has(context.id)) forget(context.id);
     showContext(context, row);
     look();
     return true;
