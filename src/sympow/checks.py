@@ -9,6 +9,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
+
 DEVICES = ("cuda", "cpu")
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 
@@ -16,20 +18,20 @@ SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+        raise ArgumentError(name, f"must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
 def check_regular_file(path: Path) -> None:
     """Raises a ValueError for a folder, a device or a pipe, since opening a pipe waits for a writer."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a file")
+        raise UserError(f"{path} is not a file")
 
 
 def check_at_least(name: str, value: int, smallest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise ArgumentTypeError(name, f"must be an int, got {type(value).__name__}")
     if value < smallest:
-        raise ValueError(f"{name} must be at least {smallest}, got {value}")
+        raise ArgumentError(name, f"must be at least {smallest}, got {value}")
     check_at_most(name, value, 2**63 - 1, "which is the largest 64-bit integer")
 
 
@@ -46,41 +48,41 @@ def check_at_most(name: str, value: int, largest: int, why: str) -> None:
     if value > largest:
         # Python refuses to print a number of thousands of digits.
         got = f"{value:,}" if value < 10**30 else f"a number of {value.bit_length():,} bits"
-        raise ValueError(f"{name} must be at most {largest:,}, {why}; got {got}")
+        raise ArgumentError(name, f"must be at most {largest:,}, {why}; got {got}")
 
 
 def check_seed(seed: int) -> None:
     """Raises unless torch's generators take a seed: an integer of 64 bits, signed or unsigned."""
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+        raise ArgumentTypeError("seed", f"must be an int, got {type(seed).__name__}")
     if seed < SMALLEST_SEED:
-        raise ValueError(f"seed must be at least {SMALLEST_SEED:,}, the smallest 64-bit integer; got {seed:,}")
+        raise ArgumentError("seed", f"must be at least {SMALLEST_SEED:,}, the smallest 64-bit integer; got {seed:,}")
     check_at_most("seed", seed, LARGEST_SEED, "which is the largest 64-bit integer")
 
 
 def check_bool(name: str, value: bool) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise ArgumentTypeError(name, f"must be True or False, got {value!r}")
 
 
 def check_str(name: str, value: str) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+        raise ArgumentTypeError(name, f"must be a string, got {type(value).__name__}")
 
 
 def check_is_list(name: str, values: Sequence[Any]) -> None:
     """Raises a TypeError unless the values are in a tuple or list: not a single one, and not a string of letters."""
     if not isinstance(values, tuple | list):
-        raise TypeError(f"{name} must be a tuple or list, got {type(values).__name__}")
+        raise ArgumentTypeError(name, f"must be a tuple or list, got {type(values).__name__}")
 
 
 def check_finite(name: str, value: float) -> None:
     """Raises unless the value is a finite number. NaN would pass every comparison with a limit."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise ArgumentTypeError(name, f"must be a number, got {type(value).__name__}")
     # math.isfinite would raise for an int beyond the largest float.
     if not -sys.float_info.max <= value <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite, got {value}")
+        raise ArgumentError(name, f"must be finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def check_fields(config: Any) -> None:
             check_finite(name, value)
             if limits and (value < limits.smallest or (limits.below is not None and value >= limits.below)):
                 below = "" if limits.below is None else f" and below {limits.below}"
-                raise ValueError(f"{name} must be at least {limits.smallest}{below}, got {value}")
+                raise ArgumentError(name, f"must be at least {limits.smallest}{below}, got {value}")
 
 
 def choose_device(device: str | None) -> str:
@@ -149,5 +151,5 @@ def choose_device(device: str | None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     check_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be 'cpu' here: torch finds no GPU it can use; got 'cuda'")
+        raise ArgumentError("device", "must be 'cpu' here: torch finds no GPU it can use; got 'cuda'")
     return device

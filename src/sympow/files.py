@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from sympow.errors import ArgumentError
+
 PARTIAL_ENDING = ".partial"
 
 
@@ -85,14 +87,16 @@ def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> N
     """
     if path.exists() and path.is_dir() != (kind == "folder"):
         found = "a folder" if path.is_dir() else "a file"
-        raise ValueError(f"{name} must name a {kind}, and {path} is {found}")
+        raise ArgumentError(name, f"must name a {kind}, and {path} is {found}")
     there = path if path.is_dir() else next(parent for parent in path.absolute().parents if parent.exists())
     try:
         # Checking permissions is not enough: the file system may be read-only or full.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise ValueError(f"{name} must be a {kind} that can be written, and {path} cannot: {error.strerror}") from error
+        raise ArgumentError(
+            name, f"must be a {kind} that can be written, and {path} cannot: {error.strerror}"
+        ) from error
 
 
 def missing_folders(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
+from sympow.errors import UserError
 from sympow.files import naming
 
 LOCK_ENDING = ".lock"
@@ -116,7 +117,7 @@ def _acquire(file: Path, wait: bool) -> int:
             if not stat.S_ISREG(mode):
                 # A pipe could be locked, but not read or written without waiting for another process.
                 found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-                raise ValueError(f"{file} must be a file, which keeps other processes out; it is {found}: remove it")
+                raise UserError(f"{file} must be a file, which keeps other processes out; it is {found}: remove it")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)

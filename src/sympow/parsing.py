@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_regular_file
+from sympow.errors import UserError
 from sympow.extras import require
 
 # A manifest has a few hundred bytes per shard of 8 MiB, so this limit allows for terabytes of text.
@@ -30,9 +31,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
 
 
 def read_yaml(path: Path) -> Any:
@@ -45,7 +46,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return parse_yaml(text)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
 
 
 def parse_yaml(text: str) -> Any:
@@ -56,18 +57,16 @@ def parse_yaml(text: str) -> Any:
     """
     yaml = require("yaml", "train")
     if len(text) > LARGEST_YAML:
-        raise ValueError(f"YAML must have at most {LARGEST_YAML:,} characters, got {len(text):,}")
+        raise UserError(f"YAML must have at most {LARGEST_YAML:,} characters, got {len(text):,}")
     try:
         # Checked event by event before any object is built.
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError(
-                    f"YAML must not have aliases, but line {event.start_mark.line + 1} has *{event.anchor}"
-                )
+                raise UserError(f"YAML must not have aliases, but line {event.start_mark.line + 1} has *{event.anchor}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST_YAML:
-                raise ValueError(
+                raise UserError(
                     f"YAML must be nested at most {DEEPEST_YAML} deep; line {event.start_mark.line + 1} is deeper"
                 )
         loader = yaml.SafeLoader(text)
@@ -75,7 +74,7 @@ def parse_yaml(text: str) -> Any:
         _check_keys(node)
         return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from error
+        raise UserError(f"not YAML: {error}") from error
 
 
 def _check_keys(node: Any) -> None:
@@ -88,7 +87,7 @@ def _check_keys(node: Any) -> None:
             continue
         line = key.start_mark.line + 1
         if key.value in lines:
-            raise ValueError(
+            raise UserError(
                 f"YAML must have each key once, but line {line} has {key.value!r} again, after line {lines[key.value]}"
             )
         lines[key.value] = line
@@ -98,8 +97,8 @@ def _read(path: Path, largest: int) -> str:
     check_regular_file(path)
     size = path.stat().st_size
     if size > largest:
-        raise ValueError(f"{path} must have at most {largest:,} bytes, got {size:,}")
+        raise UserError(f"{path} must have at most {largest:,} bytes, got {size:,}")
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error

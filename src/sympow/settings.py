@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from sympow.checks import check_at_least, check_at_most, check_finite, check_positive
+from sympow.errors import ArgumentError
 
 # Of a call of the operator.
 Form = Literal["auto", "attention", "chunked", "recurrent"]
@@ -50,9 +51,10 @@ SHORT = get_args(Short)
 
 def check_power(power: int) -> None:
     if type(power) is int and (power < 2 or power % 2):
-        raise ValueError(
-            f"power must be even and at least 2, got {power}: only even powers make every score non-negative, "
-            "and so the weights of a row a distribution"
+        raise ArgumentError(
+            "power",
+            f"must be even and at least 2, got {power}: only even powers make every score non-negative, "
+            "and so the weights of a row a distribution",
         )
     check_degree(power)
 
@@ -62,15 +64,15 @@ def check_chunk_size(chunk_size: int | None, form: str) -> None:
         return
     check_positive("chunk_size", chunk_size)
     if form not in ("auto", "chunked"):
-        raise ValueError(f"chunk_size is for form='chunked' (or 'auto', which then means it); got form={form!r}")
+        raise ArgumentError("chunk_size", f"is for form='chunked' (or 'auto', which then means it); got form={form!r}")
 
 
 def symmetric_dim(dim: int, power: int) -> int:
     """D = C(dim + power - 1, power), the length of φ^power of a vector of `dim` entries."""
     if dim < 1:
-        raise ValueError(f"dim must be at least 1, got {dim}")
+        raise ArgumentError("dim", f"must be at least 1, got {dim}")
     if power < 0:
-        raise ValueError(f"power must not be negative, got {power}")
+        raise ArgumentError("power", f"must not be negative, got {power}")
     # Not `math.comb`, which torch.compile cannot trace where it leaves `dim` open.
     count = 1
     for factor in range(power):
@@ -99,15 +101,15 @@ def check_initial_gate(initial_gate: float, kind: str) -> None:
     """Raises unless it is a γ that a sigmoid can have, and gates of this kind learn it."""
     check_finite("initial_gate", initial_gate)
     if not 0 < initial_gate < 1:
-        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
+        raise ArgumentError("initial_gate", f"must lie between 0 and 1, got {initial_gate}")
     if kind not in LEARNED_GATES:
-        raise ValueError(f"initial_gate is for gates that are learned; got {initial_gate} with gating={kind!r}")
+        raise ArgumentError("initial_gate", f"is for gates that are learned; got {initial_gate} with gating={kind!r}")
 
 
 def check_gate_heads(kind: str, heads: int) -> None:
     """Raises a ValueError unless a gate of this kind can have so many key/value heads."""
     if kind == "half" and heads < 2:
-        raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
+        raise ArgumentError("key_value_heads", f"must be at least 2 for gating='half', got {heads}")
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:
@@ -118,22 +120,24 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
 def check_rotation_dim(kind: str, head_dim: int, fraction: float) -> None:
     """Raises a ValueError unless a rotation of this kind can have heads of this size."""
     if kind in TURNING and head_dim < 4:
-        raise ValueError(
-            f"head_dim must be at least 4 for rotary={kind!r}, so that one pair keeps its fixed rate; got {head_dim}"
+        raise ArgumentError(
+            "head_dim", f"must be at least 4 for rotary={kind!r}, so that one pair keeps its fixed rate; got {head_dim}"
         )
     if kind in TURNING and rotated_pairs(head_dim, fraction) < 2:
-        raise ValueError(
-            f"rotary_fraction must rotate at least two pairs for rotary={kind!r}, one of which keeps its fixed rate; "
-            f"got {fraction} with heads of {head_dim}"
+        raise ArgumentError(
+            "rotary_fraction",
+            f"must rotate at least two pairs for rotary={kind!r}, one of which keeps its fixed rate; "
+            f"got {fraction} with heads of {head_dim}",
         )
 
 
 def check_takes_rates(kind: str) -> None:
     """Raises a ValueError if a rotation of this kind would replace given rates."""
     if kind in TURNING:
-        raise ValueError(
-            f"rotary must be one of {', '.join(map(repr, WITH_GIVEN_RATES))} where the rates are those of another "
-            f"layer: {kind!r} keeps every other rate, in half of the pairs, and stops the rest; got {kind!r}"
+        raise ArgumentError(
+            "rotary",
+            f"must be one of {', '.join(map(repr, WITH_GIVEN_RATES))} where the rates are those of another "
+            f"layer: {kind!r} keeps every other rate, in half of the pairs, and stops the rest; got {kind!r}",
         )
 
 
@@ -142,19 +146,20 @@ def check_rotation_settings(kind: str, max_rate: float, fraction: float) -> None
     check_max_rate(max_rate)
     check_finite("rotary_fraction", fraction)
     if not 0 < fraction <= 1:
-        raise ValueError(
-            f"rotary_fraction must be above 0 and at most 1, got {fraction}; rotary='none' is a model without rotation"
+        raise ArgumentError(
+            "rotary_fraction",
+            f"must be above 0 and at most 1, got {fraction}; rotary='none' is a model without rotation",
         )
     for name, value, default in (("max_rate", max_rate, MAX_RATE), ("rotary_fraction", fraction, 1)):
         if kind == "none" and value != default:
-            raise ValueError(f"{name} is for models with a rotation; got {value} with rotary='none'")
+            raise ArgumentError(name, f"is for models with a rotation; got {value} with rotary='none'")
 
 
 def check_max_rate(max_rate: float) -> None:
     """Raises unless this can be the fastest of rotation rates, in radians per token."""
     check_finite("max_rate", max_rate)
     if max_rate <= 0:
-        raise ValueError(f"max_rate must be above 0 radians per token, got {max_rate}")
+        raise ArgumentError("max_rate", f"must be above 0 radians per token, got {max_rate}")
 
 
 def check_short_conv(width: int) -> None:
@@ -162,7 +167,7 @@ def check_short_conv(width: int) -> None:
     check_at_least("short_conv", width, 0)
     check_at_most("short_conv", width, WIDEST_SHORT_CONV, "since it is for the last few tokens")
     if width == 1:
-        raise ValueError("short_conv must be 0 (none) or at least 2, the current token and others; got 1")
+        raise ArgumentError("short_conv", "must be 0 (none) or at least 2, the current token and others; got 1")
 
 
 @dataclass(frozen=True)
@@ -193,14 +198,18 @@ class HeadShape:
                 check_positive(name, optional)
         if head_dim is None:
             if width % heads:
-                raise ValueError(f"width must be a multiple of heads unless head_dim is given; got {width} and {heads}")
+                raise ArgumentError(
+                    "width", f"must be a multiple of heads unless head_dim is given; got {width} and {heads}"
+                )
             head_dim = width // heads
         if key_value_heads is None:
             key_value_heads = heads
         if heads % key_value_heads:
-            raise ValueError(f"heads must be a multiple of key_value_heads; got {heads} and {key_value_heads}")
+            raise ArgumentError("heads", f"must be a multiple of key_value_heads; got {heads} and {key_value_heads}")
         if in_pairs and head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary or vector gating, which act on pairs; got {head_dim}")
+            raise ArgumentError(
+                "head_dim", f"must be even for rotary or vector gating, which act on pairs; got {head_dim}"
+            )
         return cls(heads, key_value_heads, head_dim)
 
 

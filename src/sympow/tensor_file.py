@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_regular_file
+from sympow.errors import UserError
 from sympow.files import replacing
 
 DTYPES = {
@@ -98,12 +99,12 @@ def load(path: str | os.PathLike[str], form: str) -> tuple[dict[str, Tensor], di
             entry = file.get_slice(name)
             dtype, shape = entry.get_dtype(), entry.get_shape()
             if dtype not in DTYPES.values() or len(shape) > MOST_AXES or max(shape, default=0) > LARGEST_AXIS:
-                raise ValueError(f"{path} has a damaged header: the entry of {name} is malformed")
+                raise UserError(f"{path} has a damaged header: the entry of {name} is malformed")
         tensors: dict[str, Tensor] = file.get_tensors()
     if CHECKSUM not in words:
-        raise ValueError(f"{path} lacks its checksum")
+        raise UserError(f"{path} lacks its checksum")
     if words.pop(CHECKSUM) != _checksum(tensors, words):
-        raise ValueError(f"{path} is damaged: its content does not match its checksum")
+        raise UserError(f"{path} is damaged: its content does not match its checksum")
     return tensors, words
 
 
@@ -129,10 +130,10 @@ def _open(path: str | os.PathLike[str], form: str) -> Iterator[Any]:
         with safetensors.safe_open(path, "pt", backend="pread") as file:
             found = (file.metadata() or {}).get(FORM)
             if found != form:
-                raise ValueError(f"{path} must have the format {form!r}, got {found!r}")
+                raise UserError(f"{path} must have the format {form!r}, got {found!r}")
             yield file
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a file of tensors, or is damaged: is it cut off? ({error})") from error
+        raise UserError(f"{path} is not a file of tensors, or is damaged: is it cut off? ({error})") from error
 
 
 def _checksum(tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> str:

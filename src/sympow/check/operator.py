@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.check.timing import Timing, environment, measure_interleaved, save_results
 from sympow.checks import check_at_least, check_choice
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.model.accounting import host_memory
 from sympow.ops.dispatch import chunked_unsupported_reason
@@ -66,11 +67,11 @@ class Setting:
         for name in ("tokens", "heads", "dim", "kv_heads"):
             check_at_least(name, getattr(self, name), 1)
         if self.heads % self.key_heads:
-            raise ValueError(f"kv_heads must divide heads, {self.heads}; got {self.kv_heads}")
+            raise ArgumentError("kv_heads", f"must divide heads, {self.heads}; got {self.kv_heads}")
         for kind in self.gating:
             check_choice("gating", kind, GATINGS)
         if "vector" in self.gating and self.dim % 2:
-            raise ValueError(f"dim must be even for a gate per rotated pair, got {self.dim}")
+            raise ArgumentError("dim", f"must be even for a gate per rotated pair, got {self.dim}")
 
     @property
     def key_heads(self) -> int:
@@ -199,13 +200,15 @@ def run_bench(
     for context in contexts:
         check_at_least("context", context, 1)
         if setting.tokens % context:
-            raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
+            raise ArgumentError("contexts", f"must divide tokens, {setting.tokens}; got {context}")
     check_at_least("runs", runs, 1)
     _check_fits(setting, backward)
     available, unsupported = methods(setting, backends), unsupported_methods(setting, backends)
     for part in only:
         if not any(part in name for name in (*available, *unsupported)):
-            raise ValueError(f"only must be contained in the name of a method: {'; '.join(available)}. Got {part!r}")
+            raise ArgumentError(
+                "only", f"must be contained in the name of a method: {'; '.join(available)}. Got {part!r}"
+            )
 
     def wanted(name: str) -> bool:
         return not only or any(part in name for part in only)
@@ -218,7 +221,9 @@ def run_bench(
         if on_unsupported is not None:
             on_unsupported(name, reason)
     if not chosen:
-        raise ValueError(f"only must leave a method to time: {'; '.join(available)}. Got {', '.join(map(repr, only))}")
+        raise ArgumentError(
+            "only", f"must leave a method to time: {'; '.join(available)}. Got {', '.join(map(repr, only))}"
+        )
     # One more round for the warm-up.
     total = len(contexts) * (1 + backward) * (runs + 1)
     done = 0
@@ -239,10 +244,11 @@ def _check_fits(setting: Setting, backward: bool) -> None:
     room = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else host_memory()
     needed = setting.least_bytes(backward)
     if needed > room:
-        raise ValueError(
-            f"tokens must fit into memory: q, k, v and the output of {setting.tokens:,} tokens take at least "
+        raise ArgumentError(
+            "tokens",
+            f"must fit into memory: q, k, v and the output of {setting.tokens:,} tokens take at least "
             f"{needed / 1e9:,.1f} GB{' with their gradients' if backward else ''}, and there are {room / 1e9:,.1f} GB; "
-            "choose a shorter context, fewer tokens or fewer heads"
+            "choose a shorter context, fewer tokens or fewer heads",
         )
 
 
@@ -316,12 +322,12 @@ def load_rows(path: Path) -> tuple[list[Row], Setting]:
     try:
         described = content["setting"]
         if missing := [field.name for field in fields(Setting) if field.name not in described]:
-            raise ValueError(f"{path} lacks {', '.join(missing)} in its setting")
+            raise UserError(f"{path} lacks {', '.join(missing)} in its setting")
         others = [getattr(torch, name) for name in described["other_dtypes"]]
         setting = Setting(**{**described, "dtype": getattr(torch, described["dtype"]), "other_dtypes": others})
         rows = [Row(**{**row, **{name: _timing(row[name]) for name in TIMED}}) for row in content["rows"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} was not written by sympow bench: {error}") from error
+        raise UserError(f"{path} was not written by sympow bench: {error}") from error
     return rows, setting
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sympow.errors import ArgumentError
 from sympow.files import write_atomically
 
 # On a GPU, a sample is a sequence of calls that takes about this long. The host then runs ahead of the device, as in a
@@ -81,7 +82,7 @@ def measure_interleaved(
         after_round: called after the warm-up and after each round.
     """
     if runs < 1:
-        raise ValueError(f"runs must be at least 1, got {runs}")
+        raise ArgumentError("runs", f"must be at least 1, got {runs}")
     on_gpu = device.startswith("cuda")
     once = _time_on_gpu if on_gpu else _time_on_cpu
     calls = dict.fromkeys(functions, 1)

@@ -10,6 +10,7 @@ import typer
 from sympow.check import SHAPES, SIZES, Shape
 from sympow.checks import check_choice, choose_device
 from sympow.cli.common import Device
+from sympow.errors import ArgumentError
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.invocation import recorded_command
@@ -94,7 +95,7 @@ def bench(
     else:
         check_choice("shape", shape, SHAPES)
         if combined := [flag for flag, value in given.items() if value is not None]:
-            raise ValueError(f"shape cannot be combined with {' or '.join(combined)}: {shape} has its own")
+            raise ArgumentError("shape", f"cannot be combined with {' or '.join(combined)}: {shape} has its own")
         model = SHAPES[shape]
     runs = sizes.runs if runs is None else runs
     dtypes = list(dict.fromkeys(dtype or [sizes.dtype]))
@@ -119,7 +120,7 @@ def bench(
     if out is not None:
         figure = out.with_suffix(".png")
         if figure == out:
-            raise ValueError(f"out must name the JSON file, and {out} is the name of the figure beside it")
+            raise ArgumentError("out", f"must name the JSON file, and {out} is the name of the figure beside it")
         check_can_write("out", out, "file")
         check_can_write("out", figure, "file")
         require("matplotlib", "report")

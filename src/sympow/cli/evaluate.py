@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, device_and_dtype
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.invocation import first_process, recorded_command, under_torchrun
@@ -72,7 +73,7 @@ def evaluate(
     device, dtype = device_and_dtype(device, dtype)
     for path in checkpoints if under_torchrun() else ():
         if in_transformers_format(path):
-            raise ValueError(f"{path} is in Hugging Face format: evaluate it in one process, without torchrun")
+            raise UserError(f"{path} is in Hugging Face format: evaluate it in one process, without torchrun")
     if out is not None:
         check_can_write("out", out, "folder")
         require("matplotlib", "report")
@@ -91,7 +92,7 @@ def evaluate(
     setting = check_probes(setting)
     names = [_name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
-        raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+        raise ArgumentError("checkpoints", f"must be of runs with different names, got {', '.join(names)}")
     tokenizers = [load_tokenizer(path) for path in checkpoints]
     for path, tokenizer in zip(checkpoints, tokenizers, strict=True):
         check_tokenizer(path, tokenizer, setting)

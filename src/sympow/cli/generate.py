@@ -9,6 +9,7 @@ import typer
 
 from sympow.checks import check_at_least, check_choice, check_seed
 from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
+from sympow.errors import UserError
 
 if TYPE_CHECKING:
     from sympow.generation.prefix import Prefix
@@ -71,7 +72,7 @@ def generate(
         check_seed(seed)
     check_choice("cache", cache, CACHE_POLICIES)
     if file is None and state is None and not prompt:
-        raise ValueError("give a --prompt, a --file or a --state to continue from")
+        raise UserError("give a --prompt, a --file or a --state to continue from")
     for text in prompt or ():
         check_text("prompt", text)
     stops = stop_strings([unescape("stop", text) for text in stop or ()])

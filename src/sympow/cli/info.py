@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sympow.cli.common import print_json
+from sympow.errors import ArgumentError
 from sympow.model.config import MIXERS, PRESETS
 from sympow.settings import GATES, ROTATIONS
 
@@ -62,7 +63,7 @@ def info(
     config = load_config(preset) if in_folder else GPTConfig.preset(preset)
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     if context and min(context) < 1:
-        raise ValueError(f"context must be at least 1, got {min(context)}")
+        raise ArgumentError("context", f"must be at least 1, got {min(context)}")
     described = model_info(config, tuple(context) if context else CONTEXTS)
     if as_json:
         print_json(described)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
+from sympow.errors import UserError
 from sympow.extras import require
 from sympow.files import check_can_write, write_atomically
 
@@ -35,7 +36,7 @@ def inspect(
     elif file is not None and text is None:
         content = read_text(file)
     else:
-        raise ValueError("give either a file (- for standard input) or a --text")
+        raise UserError("give either a file (- for standard input) or a --text")
     check_can_write("out", out, "file")
     require("plotly", "report")
     text_model = load_text_model(checkpoint, device, dtype)

@@ -12,6 +12,7 @@ import typer
 
 from sympow.checks import check_at_least, check_finite
 from sympow.cli.common import Device, Dtype, device_and_dtype
+from sympow.errors import ArgumentError
 from sympow.extras import require
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _check_numbers(
     port: int, context_bytes: int, max_contexts: int, max_tokens: int, max_body: int, timeout: float, grace: float
 ) -> None:
     if not 0 <= port <= LARGEST_PORT:
-        raise ValueError(f"port must be between 0 and {LARGEST_PORT}, got {port}")
+        raise ArgumentError("port", f"must be between 0 and {LARGEST_PORT}, got {port}")
     check_at_least("context_bytes", context_bytes, 0)
     check_at_least("max_contexts", max_contexts, 0)
     check_at_least("max_tokens", max_tokens, 1)
@@ -149,9 +150,9 @@ def _check_numbers(
     check_finite("timeout", timeout)
     check_finite("grace", grace)
     if timeout <= 0:
-        raise ValueError(f"timeout must be above 0, got {timeout}")
+        raise ArgumentError("timeout", f"must be above 0, got {timeout}")
     if grace < 0:
-        raise ValueError(f"grace must be at least 0, got {grace}")
+        raise ArgumentError("grace", f"must be at least 0, got {grace}")
 
 
 def _describe_slots(stats: EngineStats) -> str:

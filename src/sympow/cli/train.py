@@ -12,6 +12,7 @@ import typer
 from sympow.checks import check_choice
 from sympow.cli.common import App, Command, Device, Mistake
 from sympow.cli.flags import flags_of
+from sympow.errors import ArgumentError, UserError
 from sympow.invocation import first_process, may_be_restarted
 from sympow.model.config import PRESETS as MODELS
 from sympow.train.config import PRESETS, SECTIONS, TrainConfig
@@ -46,14 +47,14 @@ def train(
     from sympow.train.trainer import train as run
 
     if preset is not None and config is not None:
-        raise ValueError(
+        raise UserError(
             f"--preset and --config are both configs to start from: give one of them; got {preset!r} and {config}"
         )
     if preset is not None and resume:
-        raise ValueError(f"--preset is for a new run: --resume continues one with its own settings; got {preset!r}")
+        raise UserError(f"--preset is for a new run: --resume continues one with its own settings; got {preset!r}")
     if may_be_restarted():
         if out is None:
-            raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
+            raise ArgumentError("out", "must be given with torchrun's --max-restarts, so that a restart finds the run")
         # torchrun counts restarts on each machine separately, but all machines see the same run folder.
         resume = resume or (out / CONFIG_FILE).exists()
     if resume:
@@ -69,7 +70,7 @@ def train(
     changes = {name: value for name, value in changes.items() if value is not None}
     settings = settings.changed(**changes)
     if "final_rate" in changes and settings.optimizer.schedule == "constant":
-        raise ValueError(
+        raise UserError(
             f"--final-rate has no effect with the schedule constant: give --schedule too; got {changes['final_rate']}"
         )
     try:
@@ -137,5 +138,5 @@ def _latest() -> Path:
 
     found = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise ValueError(f"there is no run in {RUNS}/ to resume; name one with --out")
+        raise UserError(f"there is no run in {RUNS}/ to resume; name one with --out")
     return found[-1].parent

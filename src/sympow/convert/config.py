@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sympow.checks import Decay, NaturalInt, NonNegative, PositiveInt, check_choice, check_fields
+from sympow.errors import ArgumentError
 from sympow.settings import GATES, INITIAL_GATE, WITH_GIVEN_RATES, check_initial_gate, check_takes_rates
 from sympow.train.config import Sections, Tokens
 
@@ -49,12 +50,12 @@ class SwapConfig:
             return "every-other"
         numbers = [part.strip() for part in self.layers.split(",")]
         if not all(number.isdecimal() for number in numbers):
-            raise ValueError(
-                f"layers must be 'all', 'every-other', or numbers from 0 as in '0,2,5'; got {self.layers!r}"
+            raise ArgumentError(
+                "layers", f"must be 'all', 'every-other', or numbers from 0 as in '0,2,5'; got {self.layers!r}"
             )
         chosen = [int(number) for number in numbers]
         if len(set(chosen)) < len(chosen):
-            raise ValueError(f"layers must name each layer once, got {self.layers!r}")
+            raise ArgumentError("layers", f"must name each layer once, got {self.layers!r}")
         return chosen
 
 
@@ -86,8 +87,9 @@ class TextConfig:
         numbers = [part.strip() for part in self.evaluate_factors.split(",")]
         factors = sorted({int(number) for number in numbers if number.isdecimal()})
         if not all(number.isdecimal() for number in numbers) or factors[0] != 1:
-            raise ValueError(
-                f"evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got {self.evaluate_factors!r}"
+            raise ArgumentError(
+                "evaluate_factors",
+                f"must be 1 and whole numbers above it, as in '1,4,16'; got {self.evaluate_factors!r}",
             )
         return tuple(factors)
 
@@ -131,9 +133,9 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.warmup >= 1:
-            raise ValueError(f"warmup must be a share of the steps, below 1; got {self.warmup}")
+            raise ArgumentError("warmup", f"must be a share of the steps, below 1; got {self.warmup}")
         if self.without_match and not self.match_tokens:
-            raise ValueError("without_match compares with stage 1, so match_tokens must be above 0; got 0")
+            raise ArgumentError("without_match", "compares with stage 1, so match_tokens must be above 0; got 0")
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,9 @@ class ConvertConfig(Sections):
             contexts.append(("extend_context", self.extended_context))
         for name, context in contexts:
             if self.execution.batch_tokens % context:
-                raise ValueError(
-                    f"batch_tokens must be a multiple of the {name}, {context:,}; got {self.execution.batch_tokens:,}"
+                raise ArgumentError(
+                    "batch_tokens",
+                    f"must be a multiple of the {name}, {context:,}; got {self.execution.batch_tokens:,}",
                 )
 
     @property

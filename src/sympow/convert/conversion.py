@@ -49,6 +49,7 @@ from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, ma
 from sympow.data.dataset import TokenDataset
 from sympow.data.open import open_dataset
 from sympow.data.provenance import TrainedOn
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.files import naming, write_atomically
 from sympow.hf.quiet import quiet
@@ -84,7 +85,7 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
         NonFiniteLossError: the loss or a gradient is not finite.
     """
     if under_torchrun():
-        raise ValueError("convert runs in one process, on one device; it was started by torchrun")
+        raise UserError("convert runs in one process, on one device; it was started by torchrun")
     needed = {"transformers": "hf", "matplotlib": "report"}
     if config.execution.tensorboard:
         needed["tensorboard"] = "train"
@@ -98,8 +99,9 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
         claim = held.enter_context(claimed_folder(Path(out), resume=True, place=place))
         folder = claim.folder
         if (folder / EXPORT).exists() and not (folder / SETTINGS_FILE).is_file():
-            raise ValueError(
-                f"out must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}"
+            raise ArgumentError(
+                "out",
+                f"must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}",
             )
         stop = held.enter_context(stop_on_signals())
         precision = config.execution.precision
@@ -215,7 +217,7 @@ class _Conversion:
             return self._start()
         folder = self.out / STAGES / name / EXPORT
         if not folder.is_dir():
-            raise ValueError(f"{folder} is missing; without {self._path(name)}, the same command trains it again")
+            raise UserError(f"{folder} is missing; without {self._path(name)}, the same command trains it again")
         return load_model(folder, self.device, torch.float32)
 
     def _export(self) -> None:
@@ -274,15 +276,16 @@ class _Conversion:
             return
         saved = read_json(path)
         if not isinstance(saved, dict):
-            raise ValueError(f"{path} must hold the settings of a conversion")
+            raise UserError(f"{path} must hold the settings of a conversion")
         facts = self._facts()
         if missing := [name for name in facts if name not in saved]:
-            raise ValueError(f"{path} must hold the settings of a conversion, and lacks {', '.join(missing)}")
+            raise UserError(f"{path} must hold the settings of a conversion, and lacks {', '.join(missing)}")
         for name, value in facts.items():
             if name not in FREE and saved[name] != value:
-                raise ValueError(
-                    f"{name} must be that of the conversion in {self.out}, {saved[name]!r}; got {value!r}. "
-                    "Choose another folder for another conversion"
+                raise ArgumentError(
+                    name,
+                    f"must be that of the conversion in {self.out}, {saved[name]!r}; got {value!r}. "
+                    "Choose another folder for another conversion",
                 )
 
     def _check_rows(self) -> None:
@@ -292,8 +295,8 @@ class _Conversion:
                 make_loader(stage, self.config, self.dataset)
             except ValueError as error:
                 name = "extend_context" if stage.kind == "extend" else "context"
-                raise ValueError(
-                    f"{name} must be short enough for batches of {self.dataset.name}, got {stage.context:,} ({error})"
+                raise ArgumentError(
+                    name, f"must be short enough for batches of {self.dataset.name}, got {stage.context:,} ({error})"
                 ) from error
 
     def _describe(self) -> None:

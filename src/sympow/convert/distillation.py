@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sympow.checks import check_positive
+from sympow.errors import ArgumentError
 
 # Logits per model in memory at a time; a few float32 copies of them exist.
 MOST_LOGITS = 2**25
@@ -46,14 +47,15 @@ def linear_kl_divergence(
         dtype: dtype of the matrix products; None: that of the student's weight.
     """
     if features.shape[:-1] != teacher_features.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
-        raise ValueError(
-            "features and weight must be for the same tokens and vocabulary as the teacher's; "
+        raise ArgumentError(
+            "features",
+            "and weight must be for the same tokens and vocabulary as the teacher's; "
             f"got {tuple(features.shape)} and {tuple(weight.shape)}, "
-            f"and of the teacher {tuple(teacher_features.shape)} and {tuple(teacher_weight.shape)}"
+            f"and of the teacher {tuple(teacher_features.shape)} and {tuple(teacher_weight.shape)}",
         )
     rows = features.reshape(-1, features.shape[-1])
     if not rows.shape[0]:
-        raise ValueError("features must not be empty: the mean over no tokens is not defined")
+        raise ArgumentError("features", "must not be empty: the mean over no tokens is not defined")
     if tokens is not None:
         check_positive("tokens", tokens)
     else:

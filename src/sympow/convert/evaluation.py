@@ -17,6 +17,7 @@ from sympow.convert.distillation import rows_in_memory
 from sympow.convert.models import features, output_weight
 from sympow.data.dataset import TokenDataset
 from sympow.data.loader import Loader
+from sympow.errors import UserError
 from sympow.evaluate.evaluation_file import averages_over_ranges
 from sympow.evaluate.held_out_loss import document_sequences
 from sympow.files import write_atomically
@@ -67,7 +68,7 @@ class ModelLosses:
             by_context = {int(n): LossAtContext(**entry) for n, entry in content["by_context"].items()}
             return cls(content["name"], content["tokens"], by_context)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is not an evaluation of a conversion: {error}") from error
+            raise UserError(f"{path} is not an evaluation of a conversion: {error}") from error
 
 
 def held_out_sequences(

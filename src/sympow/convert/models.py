@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sympow.checks import check_at_most
 from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.hf.without_code import load_without_code
 from sympow.parsing import read_json
@@ -50,13 +51,13 @@ def find_teacher(source: Path | str, say: Callable[[str], None]) -> None:
         hub.HfApi().model_info(name, timeout=HUB_SECONDS)
     except errors.HFValidationError as error:
         # It can only be a path.
-        raise ValueError(nowhere) from error
+        raise UserError(nowhere) from error
     except errors.RepositoryNotFoundError as error:
-        raise ValueError(f"{nowhere}, and the Hugging Face Hub has no such model that you can read") from error
+        raise UserError(f"{nowhere}, and the Hugging Face Hub has no such model that you can read") from error
     except (OSError, errors.HTTPError) as error:
         # What the library for HTTP raises is an OSError or not, by the version of huggingface_hub.
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{nowhere}, and the Hugging Face Hub cannot be asked: {reason}") from error
+        raise UserError(f"{nowhere}, and the Hugging Face Hub cannot be asked: {reason}") from error
 
 
 def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
@@ -73,10 +74,10 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
     path = Path(source)
     if path.exists():
         if not (path / CONFIG_FILE).is_file():
-            raise ValueError(f"teacher must be a model of transformers, and {source} has no {CONFIG_FILE}")
+            raise ArgumentError("teacher", f"must be a model of transformers, and {source} has no {CONFIG_FILE}")
         config = read_json(path / CONFIG_FILE)
         if not isinstance(config, dict) or "model_type" not in config:
-            raise ValueError(
+            raise UserError(
                 f"{path / CONFIG_FILE} must have a model_type, which says what model it is of, and has none"
             )
     try:
@@ -85,13 +86,13 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
         model, told = load_without_code(transformers.AutoModelForCausalLM, source, dtype=dtype, **options)
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"teacher must be a folder or the name of a model of transformers, got {str(source)!r}: {reason}"
+        raise ArgumentError(
+            "teacher", f"must be a folder or the name of a model of transformers, got {str(source)!r}: {reason}"
         ) from error
     # transformers would draw these at random. It also ignores tensors that the config does not describe. So do we,
     # since many published models have some.
     if absent := sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}):
-        raise ValueError(f"{source} lacks {', '.join(absent)} in the shapes that its {CONFIG_FILE} requires")
+        raise UserError(f"{source} lacks {', '.join(absent)} in the shapes that its {CONFIG_FILE} requires")
     return model.to(device).eval()
 
 
@@ -198,7 +199,7 @@ def check_teacher(model: Any, source: Path | str) -> None:
     from sympow.hf import swapped_layers
 
     if swapped_layers(model):
-        raise ValueError(f"teacher must have softmax attention, and layers of {source} are converted already")
+        raise ArgumentError("teacher", f"must have softmax attention, and layers of {source} are converted already")
     device = output_weight(model).device
     ids = torch.arange(8, device=device).remainder(model.config.vocab_size).unsqueeze(0)
     ours = features(model, ids) @ output_weight(model).mT
@@ -206,9 +207,10 @@ def check_teacher(model: Any, source: Path | str) -> None:
     scale = logits.abs().max()
     # Far above rounding in bfloat16, far below the effect of a bias, a scale or a cap on logits.
     if ours.shape != logits.shape or (ours - logits).abs().max() > 0.02 * scale:
-        raise ValueError(
-            f"teacher must compute logits as features times its output embedding alone, and {type(model).__name__} of "
-            f"{source} does not (a bias, a scale or a cap on logits)"
+        raise ArgumentError(
+            "teacher",
+            f"must compute logits as features times its output embedding alone, and {type(model).__name__} of "
+            f"{source} does not (a bias, a scale or a cap on logits)",
         )
 
 
@@ -252,9 +254,10 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
     """
     known = output_weight(model).shape[0]
     if dataset.vocab_size > known:
-        raise ValueError(
-            f"data must have the teacher's token ids, below {known:,}; {dataset.name} has a vocabulary of "
-            f"{dataset.vocab_size:,}. {_advice(source)}"
+        raise ArgumentError(
+            "data",
+            f"must have the teacher's token ids, below {known:,}; {dataset.name} has a vocabulary of "
+            f"{dataset.vocab_size:,}. {_advice(source)}",
         )
     path = Path(source)
     if path.exists() and not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -269,17 +272,19 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
             (at for at, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other),
             min(len(found), len(expected)),
         )
-        raise ValueError(
-            f"data must be tokenized by the teacher's tokenizer, and {dataset.name} is not: the text of its first "
+        raise ArgumentError(
+            "data",
+            f"must be tokenized by the teacher's tokenizer, and {dataset.name} is not: the text of its first "
             f"document becomes {found[place : place + 4]} from token {place} on, and with the tokenizer of {source} "
-            f"{expected[place : place + 4]}. {_advice(source)}"
+            f"{expected[place : place + 4]}. {_advice(source)}",
         )
     first = _first_token(theirs, text, expected)
     if first is not None and first != dataset.boundary:
         token = theirs.convert_ids_to_tokens(first)
-        raise ValueError(
-            f"data must begin documents with the token that the teacher begins texts with, {token!r} ({first}); "
-            f"{dataset.name} begins them with {dataset.boundary}. {_advice(source)} --boundary-token '{token}'"
+        raise ArgumentError(
+            "data",
+            f"must begin documents with the token that the teacher begins texts with, {token!r} ({first}); "
+            f"{dataset.name} begins them with {dataset.boundary}. {_advice(source)} --boundary-token '{token}'",
         )
     return None
 

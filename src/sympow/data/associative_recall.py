@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sympow.checks import check_at_least, check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+from sympow.errors import ArgumentError, UserError
 
 # The task's name as a source of data.
 RECALL = "mqar"
@@ -48,11 +49,11 @@ class RecallTask:
         check_at_least("seed", self.seed, 0)
         check_at_least("length", self.length, 0)
         if self.pairs > len(KEYS):
-            raise ValueError(f"pairs must be at most {len(KEYS)}, the number of keys; got {self.pairs}")
+            raise ArgumentError("pairs", f"must be at most {len(KEYS)}, the number of keys; got {self.pairs}")
         if self.length == 0:
             object.__setattr__(self, "length", 4 * self.pairs)
         if self.length % 2 or self.length <= 2 * self.pairs:
-            raise ValueError(f"length must be even and above 2 · pairs = {2 * self.pairs}, got {self.length}")
+            raise ArgumentError("length", f"must be even and above 2 · pairs = {2 * self.pairs}, got {self.length}")
 
     @classmethod
     def parse(cls, name: str) -> RecallTask:
@@ -63,7 +64,7 @@ class RecallTask:
             key, _, value = option.partition("=")
             if key not in cls.__dataclass_fields__ or not value.isdecimal():
                 known = ", ".join(f"{field}=NUMBER" for field in cls.__dataclass_fields__)
-                raise ValueError(f"{RECALL} takes the options {known}; got {option!r}")
+                raise UserError(f"{RECALL} takes the options {known}; got {option!r}")
             given[key] = int(value)
         return cls(**given)
 

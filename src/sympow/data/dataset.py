@@ -8,6 +8,7 @@ from numpy import int64, integer
 from numpy.typing import NDArray
 
 from sympow.data.tokenizer import Tokenizer
+from sympow.errors import ArgumentError
 
 SPLITS = ("train", "heldout")
 
@@ -62,10 +63,10 @@ class TokenDataset(Protocol):
 
 def check_fraction(name: str, value: float) -> None:
     if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+        raise ArgumentError(name, f"must be at least 0 and below 1, got {value}")
 
 
 def check_range(name: str, start: int, stop: int, length: int) -> None:
     """Refuses a range that is not inside a document; slicing would silently return fewer tokens."""
     if not 0 <= start <= stop <= length:
-        raise ValueError(f"{name} has {length:,} tokens; tokens {start:,} to {stop:,} were asked for")
+        raise ArgumentError(name, f"has {length:,} tokens; tokens {start:,} to {stop:,} were asked for")

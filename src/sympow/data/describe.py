@@ -11,6 +11,7 @@ from sympow.data.dataset import TokenDataset
 from sympow.data.formats.shards import ShardDataset
 from sympow.data.formats.token_files import TokenFiles
 from sympow.data.open import open_dataset, splits_of
+from sympow.errors import UserError
 from sympow.extras import require
 
 SHOWN_DOCUMENTS = 3
@@ -42,7 +43,7 @@ def describe(source: str, *, shown_tokens: int = 32, verify: bool = False) -> di
     if verify:
         for dataset in datasets.values():
             if not isinstance(dataset, ShardDataset):
-                raise ValueError(f"verify compares hashes of prepared shards; {source} has none")
+                raise UserError(f"verify compares hashes of prepared shards; {source} has none")
             dataset.verify()
     return described
 

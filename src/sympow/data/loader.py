@@ -16,6 +16,7 @@ from torch import Tensor
 from sympow.checks import check_at_least, check_choice
 from sympow.data.dataset import TokenDataset
 from sympow.data.rows import RowOrder, RowSlices
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.settings import SHORT
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class Batch:
     def split(self, rows: int) -> list[Batch]:
         """Micro-batches of `rows` rows each, to accumulate gradients over; the last may have fewer."""
         if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows}")
+            raise ArgumentError("rows", f"must be at least 1, got {rows}")
         micro_batches = []
         for first in range(0, self.rows, rows):
             start, stop = first * self.context, min(first + rows, self.rows) * self.context
@@ -192,9 +193,9 @@ class Loader:
             check_at_least("epochs", epochs, 1)
         check_choice("short", short, SHORT)
         if rank >= world_size:
-            raise ValueError(f"rank must be below world_size={world_size}, got {rank}")
+            raise ArgumentError("rank", f"must be below world_size={world_size}, got {rank}")
         if batch_size % world_size:
-            raise ValueError(f"batch_size must be a multiple of world_size={world_size}, got {batch_size}")
+            raise ArgumentError("batch_size", f"must be a multiple of world_size={world_size}, got {batch_size}")
         _check_members(dataset)
         self.dataset = dataset
         self.context = context
@@ -234,22 +235,24 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position of the next iteration; the number of processes may differ."""
         if missing := self.state_dict().keys() - state.keys():
-            raise ValueError(f"the saved position lacks {', '.join(sorted(missing))}")
+            raise UserError(f"the saved position lacks {', '.join(sorted(missing))}")
         for name, expected in self._identity().items():
             if state[name] != expected:
                 if name == "fingerprint":
-                    raise ValueError(
+                    raise UserError(
                         f"the data have changed since the position was saved: the fingerprint of {self.dataset.name} "
                         f"was {state[name]!r}, and is now {expected!r}"
                     )
-                raise ValueError(
+                raise UserError(
                     f"the saved position is for another order of batches: {name} was {state[name]!r}, "
                     f"here it is {expected!r} ({self.dataset.name})"
                 )
         check_at_least("epoch", state["epoch"], 0)
         check_at_least("batch", state["batch"], 0)
         if state["batch"] >= self.batches_per_epoch:
-            raise ValueError(f"batch must be below the {self.batches_per_epoch} of an epoch, got {state['batch']}")
+            raise ArgumentError(
+                "batch", f"must be below the {self.batches_per_epoch} of an epoch, got {state['batch']}"
+            )
         self._epoch, self._batch = state["epoch"], state["batch"]
 
     def _identity(self) -> dict[str, Any]:
@@ -324,7 +327,7 @@ class Loader:
         asked = f"{self.dataset.document_name(document)}: read({document}, {start}, {stop}) of the dataset must return"
         if tokens.dtype.kind not in "iu" and tokens.size:
             raise TypeError(f"{asked} integers, got {tokens.dtype}")
-        raise ValueError(f"{asked} {stop - start} tokens, got an array of shape {tokens.shape}")
+        raise UserError(f"{asked} {stop - start} tokens, got an array of shape {tokens.shape}")
 
     def _refuse_token(
         self,
@@ -340,7 +343,7 @@ class Loader:
         # An input is the target before it.
         token, before = (targets[place], 0) if wrong[1][place] else (inputs[place], 1)
         what = "below 0" if token < 0 else f"beyond the vocabulary of {self.dataset.vocab_size:,}"
-        raise ValueError(
+        raise UserError(
             f"{self.dataset.document_name(document)}: token {start + place - int(offsets[number]) - before:,} of "
             f"document {document:,} is {token}, {what}"
         )
@@ -352,7 +355,7 @@ class Loader:
         documents_short = int(short.sum())
         if documents_short and self._short == "refuse":
             first = int(np.argmax(short))
-            raise ValueError(
+            raise UserError(
                 f"{documents_short:,} of {len(lengths):,} documents are shorter than context={self.context:,}: first "
                 f"{self.dataset.document_name(first)} with {lengths[first]:,} tokens; choose short='drop', 'join' or "
                 "'pack', or a shorter context"
@@ -360,7 +363,7 @@ class Loader:
         tokens, rows = int(lengths.sum()), self._order.count
         batches = rows // self.batch_size
         if not batches:
-            raise ValueError(
+            raise UserError(
                 f"{self.dataset.name} gives {rows:,} rows of context={self.context:,}, fewer than "
                 f"batch_size={self.batch_size:,}"
             )
@@ -385,12 +388,12 @@ def _check_members(dataset: TokenDataset) -> None:
         value: Any = getattr(dataset, name)
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
             got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise TypeError(f"{name} of the dataset must be a NumPy array of integers, got {got}")
+            raise ArgumentTypeError(name, f"of the dataset must be a NumPy array of integers, got {got}")
     boundary: Any = dataset.boundary
     if not isinstance(boundary, int | np.integer):
-        raise TypeError(f"boundary of the dataset must be an int, got {type(boundary).__name__}")
+        raise ArgumentTypeError("boundary", f"of the dataset must be an int, got {type(boundary).__name__}")
     if not 0 <= boundary < dataset.vocab_size:
-        raise ValueError(
-            f"boundary of the dataset must be at least 0 and below its vocab_size, {dataset.vocab_size:,}; "
-            f"got {boundary}"
+        raise ArgumentError(
+            "boundary",
+            f"of the dataset must be at least 0 and below its vocab_size, {dataset.vocab_size:,}; got {boundary}",
         )

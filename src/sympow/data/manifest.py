@@ -26,6 +26,7 @@ from typing import Any
 
 from sympow.checks import check_at_least, check_regular_file
 from sympow.data.dataset import SPLITS
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.files import sha256_of, write_atomically
 from sympow.parsing import read_json
 
@@ -67,15 +68,15 @@ class TokenShard:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
             # A path would lead out of the folder.
-            raise ValueError(f"a shard's name must be letters, digits, dots, dashes and underscores; got {self.name!r}")
+            raise UserError(f"a shard's name must be letters, digits, dots, dashes and underscores; got {self.name!r}")
         for field in ("documents", "tokens"):
             check_at_least(f"{field} of {self.name}", getattr(self, field), 1)
         for field in ("tokens_sha256", "index_sha256"):
             value = getattr(self, field)
             if not isinstance(value, str) or not SHA256.fullmatch(value):
-                raise ValueError(f"{field} of {self.name} must be 64 hexadecimal digits, got {value!r}")
+                raise ArgumentError(field, f"of {self.name} must be 64 hexadecimal digits, got {value!r}")
         if not all(isinstance(source, str) for source in self.sources):
-            raise TypeError(f"sources of {self.name} must be strings")
+            raise ArgumentTypeError("sources", f"of {self.name} must be strings")
 
     @property
     def tokens_file(self) -> str:
@@ -88,9 +89,9 @@ class TokenShard:
     @classmethod
     def from_dict(cls, content: Any) -> TokenShard:
         if not isinstance(content, dict) or content.keys() != {field.name for field in fields(cls)}:
-            raise ValueError(f"a shard must have {', '.join(field.name for field in fields(cls))}; got {content!r:.80}")
+            raise UserError(f"a shard must have {', '.join(field.name for field in fields(cls))}; got {content!r:.80}")
         if not isinstance(content["sources"], list | tuple):
-            raise TypeError(f"sources of a shard must be a list, got {type(content['sources']).__name__}")
+            raise ArgumentTypeError("sources", f"of a shard must be a list, got {type(content['sources']).__name__}")
         return cls(**{**content, "sources": tuple(content["sources"])})
 
 
@@ -116,20 +117,20 @@ class Manifest:
     def __post_init__(self) -> None:
         for name in ("tokenizer", "counts", "request", "splits"):
             if not isinstance(getattr(self, name), dict):
-                raise TypeError(f"{name} must map names to values, got {type(getattr(self, name)).__name__}")
+                raise ArgumentTypeError(name, f"must map names to values, got {type(getattr(self, name)).__name__}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+            raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         vocab_size: Any = self.tokenizer.get("vocab_size")
         boundary: Any = self.tokenizer.get("boundary")
         check_at_least("vocab_size", vocab_size, 1)
         check_at_least("boundary", boundary, 0)
         if boundary >= vocab_size:
-            raise ValueError(f"boundary must be below vocab_size={vocab_size}, got {boundary}")
+            raise ArgumentError("boundary", f"must be below vocab_size={vocab_size}, got {boundary}")
         for name, count in self.counts.items():
             if not isinstance(count, int | list):
-                raise TypeError(f"counts must be numbers or lists, got {name}={count!r:.80}")
+                raise ArgumentTypeError("counts", f"must be numbers or lists, got {name}={count!r:.80}")
         if self.splits.keys() != set(SPLITS):
-            raise ValueError(f"splits must be {' and '.join(SPLITS)}, got {', '.join(map(str, self.splits))}")
+            raise ArgumentError("splits", f"must be {' and '.join(SPLITS)}, got {', '.join(map(str, self.splits))}")
 
     def save(self, folder: Path) -> None:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -140,22 +141,22 @@ class Manifest:
         path = folder / MANIFEST_FILE
         content = read_json(path)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is not a manifest of prepared data")
+            raise UserError(f"{path} is not a manifest of prepared data")
         if (version := content.pop("version", None)) != VERSION:
-            raise ValueError(f"{path} has version {version}; this program reads version {VERSION}")
+            raise UserError(f"{path} has version {version}; this program reads version {VERSION}")
         expected = {field.name for field in fields(cls)}
         if content.keys() != expected:
             differing = ", ".join(sorted(content.keys() ^ expected))
-            raise ValueError(f"{path} is a damaged manifest: missing or unknown fields: {differing}")
+            raise UserError(f"{path} is a damaged manifest: missing or unknown fields: {differing}")
         try:
             return cls(**{**content, "splits": _shards(content["splits"])})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is a damaged manifest: {error}") from error
+            raise UserError(f"{path} is a damaged manifest: {error}") from error
 
 
 def _shards(splits: Any) -> dict[str, tuple[TokenShard, ...]]:
     if not isinstance(splits, dict) or not all(isinstance(shards, list) for shards in splits.values()):
-        raise TypeError("splits must map names to lists of shards")
+        raise ArgumentTypeError("splits", "must map names to lists of shards")
     return {name: tuple(map(TokenShard.from_dict, shards)) for name, shards in splits.items()}
 
 
@@ -183,7 +184,7 @@ def verify(folder: Path, expected: Mapping[str, str]) -> None:
         found = threads.map(lambda name: sha256_of(folder / name), expected)
         for name, digest in zip(expected, found, strict=True):
             if digest != expected[name]:
-                raise ValueError(f"{folder / name} is damaged: its content does not match the hash in the manifest")
+                raise UserError(f"{folder / name} is damaged: its content does not match the hash in the manifest")
     content = json.dumps({**_read_verified(folder), **states}, indent=1).encode()
     for path in _verified_paths(folder):
         # If it cannot be written, the next opening verifies again.

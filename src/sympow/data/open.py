@@ -12,6 +12,7 @@ from sympow.data.formats.shards import ShardDataset
 from sympow.data.formats.token_files import ENDINGS, TokenFiles, find_token_files
 from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest
 from sympow.data.standard_library import STANDARD_LIBRARY, StandardLibrary
+from sympow.errors import ArgumentError, UserError
 
 
 def open_dataset(
@@ -39,12 +40,13 @@ def open_dataset(
     if "://" in str(source) or path.suffix == ".zarr" or any(path.glob("*.zarr")):
         return LongCrawl64(source, split, storage_options=storage_options)
     if (path / WORK_FOLDER).is_dir():
-        raise ValueError(f"{source} is only partly prepared: run the same `sympow data prepare` again to finish it")
+        raise UserError(f"{source} is only partly prepared: run the same `sympow data prepare` again to finish it")
     if path.exists() and any(find_token_files(path).values()):
         return TokenFiles(path, split)
-    raise ValueError(
-        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}), {RECALL!r}, a folder or "
-        f"address of LongCrawl64 (with a {split}.zarr), or token files ({', '.join(ENDINGS)}); got {str(source)!r}"
+    raise ArgumentError(
+        "source",
+        f"must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}), {RECALL!r}, a folder or "
+        f"address of LongCrawl64 (with a {split}.zarr), or token files ({', '.join(ENDINGS)}); got {str(source)!r}",
     )
 
 

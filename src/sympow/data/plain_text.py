@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from sympow.errors import UserError
+
 STANDARD_INPUT = "-"
 # Byte order marks of files that some Windows programs write.
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -32,14 +34,14 @@ def read_text(file: Path | str) -> str:
         with Path(file).open("rb") as opened:
             content = opened.read() if Path(file).is_file() else _read_stream(opened, str(file))
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
     return decode(content, str(file))
 
 
 def _read_stream(stream: BinaryIO, name: str) -> bytes:
     content = stream.read(LONGEST_STREAM + 1)
     if len(content) > LONGEST_STREAM:
-        raise ValueError(f"{name} must have at most {LONGEST_STREAM:,} bytes, unless it is a file; got more")
+        raise UserError(f"{name} must have at most {LONGEST_STREAM:,} bytes, unless it is a file; got more")
     return content
 
 
@@ -53,7 +55,7 @@ def decode(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         encoding = "UTF-16" if content.startswith(UTF16_MARKS) else "ENCODING"
-        raise ValueError(
+        raise UserError(
             f"{name} is not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start:,}; convert it first, "
             f"as with `iconv -f {encoding} -t UTF-8`"
         ) from error
@@ -68,7 +70,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: character {error.start:,} has no UTF-8 encoding") from error
+        raise UserError(f"{name} is not UTF-8 text: character {error.start:,} has no UTF-8 encoding") from error
 
 
 def unescape(name: str, text: str) -> str:
@@ -89,7 +91,7 @@ def unescape(name: str, text: str) -> str:
         if len(escape) > 1:
             return chr(int(escape[1:], 16))
         if escape not in ESCAPES:
-            raise ValueError(
+            raise UserError(
                 rf"{name} must have no escapes but \n, \r, \t, \xNN, \uNNNN and \\ for a backslash; got {found[0]}"
             )
         return ESCAPES[escape]

@@ -57,6 +57,7 @@ from sympow.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from sympow.errors import ArgumentError, UserError
 from sympow.files import (
     PARTIAL_ENDING,
     check_can_write,
@@ -147,14 +148,16 @@ def prepare(
     if workers is not None:
         check_at_least("workers", workers, 1)
     if heldout and heldout_sources:
-        raise ValueError("heldout and heldout_sources both choose what is held out; give one of them")
+        raise ArgumentError("heldout", "and heldout_sources both choose what is held out; give one of them")
     if vocab_size is not None:
         if tokenizer != "bpe":
-            raise ValueError(f"vocab_size is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}")
+            raise ArgumentError(
+                "vocab_size", f"is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}"
+            )
         check_vocab_size(vocab_size)
     check_boundary_token(tokenizer, boundary_token)
     if not sources:
-        raise ValueError("sources must name at least one file or folder")
+        raise ArgumentError("sources", "must name at least one file or folder")
     out = Path(out)
     check_can_write("out", out, "folder")
 
@@ -220,8 +223,9 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             held.enter_context(lock_file(out / LOCK_FILE, wait=False))
         except BlockingIOError as error:
-            raise ValueError(
-                f"out={str(out)!r} is in use by another preparation; wait until it has ended, or choose another folder"
+            raise ArgumentError(
+                "out",
+                f"={str(out)!r} is in use by another preparation; wait until it has ended, or choose another folder",
             ) from error
         yield
 
@@ -238,7 +242,7 @@ def _summarize(
     heldout_wanted = request["heldout"] or any(source.split == "heldout" for source in listed.sources)
     for name in SPLITS if heldout_wanted else ("train",):
         if not documents[name]:
-            raise ValueError(
+            raise UserError(
                 f"no document for the split {name!r} out of {sum(documents.values()):,}, with "
                 f"heldout={request['heldout']}; choose another share (0 holds nothing out) and overwrite"
             )
@@ -278,7 +282,7 @@ def _find_earlier(out: Path) -> tuple[dict[str, Any] | None, Manifest | None]:
     path = out / WORK_FOLDER / REQUEST_FILE
     request = read_json(path)
     if not isinstance(request, dict):
-        raise ValueError(f"{path} is not a request; overwrite what was prepared")
+        raise UserError(f"{path} is not a request; overwrite what was prepared")
     return request, None
 
 
@@ -289,9 +293,10 @@ def _check_same(out: Path, request: dict[str, Any], earlier: dict[str, Any]) -> 
         shown = [
             key if key == "sources" else f"{key} (was {earlier.get(key)}, now {request[key]})" for key in different
         ]
-        raise ValueError(
-            f"out={str(out)!r} was prepared from something else: {', '.join(shown)} differ; "
-            "choose another folder or overwrite it"
+        raise ArgumentError(
+            "out",
+            f"={str(out)!r} was prepared from something else: {', '.join(shown)} differ; "
+            "choose another folder or overwrite it",
         )
 
 
@@ -299,7 +304,7 @@ def _check_can_start(out: Path) -> None:
     """Refuses a folder of other things. Those beside an earlier preparation are left alone."""
     earlier = (out / WORK_FOLDER).is_dir() or (out / MANIFEST_FILE).is_file()
     if not earlier and any(path.name != LOCK_FILE for path in out.iterdir()):
-        raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
+        raise ArgumentError("out", f"={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
 
 
 def _start(out: Path, request: dict[str, Any], tokenizer: Tokenizer) -> None:
@@ -388,7 +393,7 @@ class WrittenPortion:
             splits = {name: TokenShard.from_dict(shard) for name, shard in content.pop("splits").items()}
             return cls(**{**content, "splits": splits, "end": Place(**content["end"])})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
+            raise UserError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
 
 
 def _load_written(out: Path) -> dict[int, WrittenPortion]:
@@ -411,7 +416,7 @@ def _portions(reader: Reader, rule: HeldoutRule, skip_empty: bool, shard_bytes: 
         elif skip_empty:
             portion.empty += 1
         else:
-            raise ValueError(f"{document}: the document is empty; skip_empty leaves such documents out")
+            raise UserError(f"{document}: the document is empty; skip_empty leaves such documents out")
     if portion.documents or portion.empty:
         portion.end = reader.place
         yield portion
@@ -423,7 +428,7 @@ def write_portion(portion: Portion, out: Path, tokenizer: Tokenizer) -> WrittenP
     for split, document in portion.documents:
         ids = tokenizer.encode(document.text)
         if len(ids) and ids.max() >= tokenizer.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{document}: token id {ids.max()} is beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
             )
         if split not in writers:

@@ -12,6 +12,7 @@ from sympow.data.manifest import MANIFEST_FILE
 from sympow.data.open import names_a_folder, open_dataset
 from sympow.data.standard_library import STANDARD_LIBRARY
 from sympow.data.tokenizer import Tokenizer
+from sympow.errors import UserError
 from sympow.files import write_atomically
 from sympow.parsing import read_json
 
@@ -74,7 +75,7 @@ class TrainedOn:
             ValueError: the data has no name, or its folder does not exist any more.
         """
         if self.data is None:
-            raise ValueError(f"the model was trained on {self.name}, a dataset object that cannot be opened by name")
+            raise UserError(f"the model was trained on {self.name}, a dataset object that cannot be opened by name")
         if not names_a_folder(self.data):
             return self.data
         moved = self.folder is None or not Path(self.folder).exists()
@@ -83,7 +84,7 @@ class TrainedOn:
         if self.folder is not None and not moved:
             return self.folder
         where = f"{self.folder} is not there any more" if self.folder else "there is no such folder here"
-        raise ValueError(f"the model was trained on {self.data}, and {where}")
+        raise UserError(f"the model was trained on {self.data}, and {where}")
 
     def changed(self) -> bool:
         """Whether the data has changed since training: documents held out now may have been trained on.
@@ -100,7 +101,7 @@ class TrainedOn:
         content: Any = read_json(path)
         names = [field.name for field in fields(cls)]
         if not isinstance(content, dict) or content.keys() - set(names):
-            raise ValueError(f"{path} must say what a model was trained on, by {', '.join(names)}")
+            raise UserError(f"{path} must say what a model was trained on, by {', '.join(names)}")
         if missing := [name for name in names if name not in content]:
-            raise ValueError(f"{path} lacks {', '.join(missing)}")
+            raise UserError(f"{path} lacks {', '.join(missing)}")
         return cls(**content)

@@ -10,6 +10,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sympow.errors import ArgumentError
+
 
 def permutation(count: int, *seed: int) -> NDArray[np.int64]:
     """A permutation of the numbers below `count`, determined by the seed, (count,).
@@ -200,6 +202,6 @@ def _check_blocks(blocks: Ints, documents: int) -> None:
     increase = blocks.ndim == 1 and bool((blocks[1:] > blocks[:-1]).all())
     if not increase or not len(blocks) or blocks[0] != 0 or blocks[-1] != documents:
         shown = np.array2string(blocks, separator=", ", threshold=8, max_line_width=1_000)
-        raise ValueError(
-            f"blocks must strictly increase from 0 to the number of documents, which is {documents:,}; got {shown}"
+        raise ArgumentError(
+            "blocks", f"must strictly increase from 0 to the number of documents, which is {documents:,}; got {shown}"
         )

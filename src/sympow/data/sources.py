@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.plain_text import read_text
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 
 # Before the name of a dataset that `datasets.load_dataset` finds, and its arguments: hf:NAME,split=train,revision=main
@@ -140,13 +141,13 @@ class Reader:
             if row < begin.row:
                 continue
             if self._field not in content:
-                raise ValueError(f"{source.name}: no column {self._field!r}; it has {', '.join(map(repr, content))}")
+                raise UserError(f"{source.name}: no column {self._field!r}; it has {', '.join(map(repr, content))}")
             self.place = Place(begin.source, row, saved, state)
             text = content[self._field]
             # In a table without a value, as in a .csv, an empty text is a missing one.
             document = Document("" if text is None else text, source.name, row, source.split)
             if not isinstance(document.text, str):
-                raise ValueError(f"{document}: column {self._field!r} must be text, got {type(text).__name__}")
+                raise UserError(f"{document}: column {self._field!r} must be text, got {type(text).__name__}")
             yield document
 
 
@@ -176,24 +177,25 @@ def list_sources(
     held = set(map(_resolve, heldout))
     for given in map(str, sources):
         if _resolve(given) in held and not Path(given).is_dir():
-            raise ValueError(
-                f"sources and heldout_sources both contain {given}; name its folder among the sources to train on "
-                "the others of its files"
+            raise ArgumentError(
+                "sources",
+                f"and heldout_sources both contain {given}; name its folder among the sources to train on "
+                "the others of its files",
             )
     names = [name for name in found if _resolve(name) not in held]
     if not names:
-        raise ValueError("heldout_sources must leave a file of the sources for training, and contain all of them")
+        raise ArgumentError("heldout_sources", "must leave a file of the sources for training, and contain all of them")
     listed: list[Source] = []
     seen: dict[str, str] = {}
     for names_split, group in ((split, names), ("heldout", heldout)):
         for name in group:
             if _resolve(name) in seen:
-                raise ValueError(f"sources contain {name} twice, also as {seen[_resolve(name)]}")
+                raise ArgumentError("sources", f"contain {name} twice, also as {seen[_resolve(name)]}")
             seen[_resolve(name)] = name
             source = Source(name, names_split)
             empty = not name.startswith(HUB) and Path(name).stat().st_size == 0
             if empty and not may_be_empty:
-                raise ValueError(f"{name} is empty; skip_empty leaves such files out")
+                raise ArgumentError(name, "is empty; skip_empty leaves such files out")
             # An empty table has no rows, and not one that is empty.
             if not empty or not has_rows(name):
                 listed.append(source)
@@ -265,7 +267,7 @@ def _find(sources: Iterable[Path | str]) -> tuple[list[str], list[str]]:
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file, path))
             documents = [file for file in inside if (_table_ending(file) or file.suffix.lower()) in IN_FOLDERS]
             if not documents:
-                raise ValueError(
+                raise UserError(
                     f"{source} has no document in it: text ({', '.join(PROSE)}), source code, "
                     f"{' or '.join(FOLDER_TABLES)}; files with other names can be given by themselves"
                 )
@@ -274,7 +276,7 @@ def _find(sources: Iterable[Path | str]) -> tuple[list[str], list[str]]:
         elif path.is_file():
             found.append(str(path))
         else:
-            raise ValueError(f"source {source} is neither a file nor a folder, nor {HUB}NAME of a dataset")
+            raise UserError(f"source {source} is neither a file nor a folder, nor {HUB}NAME of a dataset")
     return found, ignored
 
 
@@ -292,7 +294,7 @@ def _hub_arguments(name: str) -> tuple[str, dict[str, str]]:
     path, *options = name.removeprefix(HUB).split(",")
     given = dict(option.partition("=")[::2] for option in options)
     if not path or not all(key.isidentifier() and value for key, value in given.items()):
-        raise ValueError(f"a dataset must be named as {HUB}NAME or {HUB}NAME,split=train,OPTION=VALUE; got {name!r}")
+        raise UserError(f"a dataset must be named as {HUB}NAME or {HUB}NAME,split=train,OPTION=VALUE; got {name!r}")
     return path, {"split": "train", **given}
 
 
@@ -323,7 +325,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise ValueError(f"{name} cannot be read by datasets: {error}") from error
+        raise ArgumentError(name, f"cannot be read by datasets: {error}") from error
 
 
 def hash_of(content: bytes) -> int:

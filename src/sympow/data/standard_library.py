@@ -17,6 +17,7 @@ from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.formats.shards import id_dtype
 from sympow.data.sources import split_by_hash
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+from sympow.errors import UserError
 
 # Its name as a source of data.
 STANDARD_LIBRARY = "stdlib"
@@ -83,7 +84,7 @@ def _modules() -> dict[str, Path]:
         if path.suffix == ".py" or (path / "__init__.py").is_file():
             found[name] = path
     if not found:
-        raise ValueError(f"this Python has no source files of its standard library in {root}")
+        raise UserError(f"this Python has no source files of its standard library in {root}")
     return found
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_at_least, check_at_most
 from sympow.data.pieces import ANYWHERE, known_cuts
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.parsing import read_json
@@ -118,11 +119,11 @@ class JsonTokenizer:
         if boundary_token is None:
             boundary_token = next((token for token in BOUNDARY_TOKENS if token in vocabulary), None)
             if boundary_token is None:
-                raise ValueError(
+                raise UserError(
                     f"{name} has none of {', '.join(BOUNDARY_TOKENS)} to put between documents; name its boundary token"
                 )
         if boundary_token not in vocabulary:
-            raise ValueError(f"boundary token {boundary_token!r} is not in the vocabulary of {name}")
+            raise UserError(f"boundary token {boundary_token!r} is not in the vocabulary of {name}")
         self.kind = kind
         self.boundary_token = boundary_token
         self.boundary = vocabulary[boundary_token]
@@ -218,9 +219,9 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
     if path.is_dir():
         return _load_saved(path)
     if not path.is_file():
-        raise ValueError(
-            "tokenizer must be 'bytes', 'gpt2', a tokenizer.json or a folder with a saved tokenizer; "
-            f"got {str(source)!r}"
+        raise ArgumentError(
+            "tokenizer",
+            f"must be 'bytes', 'gpt2', a tokenizer.json or a folder with a saved tokenizer; got {str(source)!r}",
         )
     return JsonTokenizer(_read_model(path), "file", boundary_token, name=str(path))
 
@@ -228,9 +229,10 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
 def check_boundary_token(tokenizer: Path | str, boundary_token: str | None) -> None:
     """Refuses a boundary token where it would have no effect: only a `tokenizer.json` takes one."""
     if boundary_token is not None and (str(tokenizer) in NAMED or Path(tokenizer).is_dir()):
-        raise ValueError(
-            "boundary_token is for a tokenizer.json, named as a file; other tokenizers have their own. Got "
-            f"boundary_token={boundary_token!r} with tokenizer={str(tokenizer)!r}"
+        raise ArgumentError(
+            "boundary_token",
+            "is for a tokenizer.json, named as a file; other tokenizers have their own. Got "
+            f"boundary_token={boundary_token!r} with tokenizer={str(tokenizer)!r}",
         )
 
 
@@ -296,7 +298,7 @@ def _byte_level(library: Any, bpe: Any) -> Any:
 def _load_saved(folder: Path) -> Tokenizer:
     path = folder / SETTINGS_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no saved tokenizer: {SETTINGS_FILE} is missing")
+        raise UserError(f"{folder} holds no saved tokenizer: {SETTINGS_FILE} is missing")
     settings = _read_settings(path)
     if settings["kind"] == "bytes":
         return ByteTokenizer()
@@ -309,7 +311,7 @@ def _read_settings(path: Path) -> dict[str, str]:
     content = read_json(path)
     expected = {"kind"} if content == {"kind": ByteTokenizer.kind} else {"kind", "boundary_token"}
     if not isinstance(content, dict) or content.keys() != expected or not all(map(_is_text, content.values())):
-        raise ValueError(f"{path} must name the kind of a tokenizer and its boundary token")
+        raise UserError(f"{path} must name the kind of a tokenizer and its boundary token")
     return content
 
 
@@ -321,9 +323,9 @@ def _read_model(path: Path) -> Any:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
+        raise UserError(f"{path} is not a readable tokenizer.json: {error}") from error
     if not isinstance(content, dict) or "model" not in content:
-        raise ValueError(f"{path} is not a tokenizer.json of the library tokenizers: it has no entry 'model'")
+        raise UserError(f"{path} is not a tokenizer.json of the library tokenizers: it has no entry 'model'")
     model = require("tokenizers", "data").Tokenizer
     try:
         return model.from_str(path.read_text("utf-8"))
@@ -331,7 +333,7 @@ def _read_model(path: Path) -> Any:
         if type(error) is not Exception:
             # The library raises plain Exception for malformed files; anything else has another cause.
             raise
-        raise ValueError(f"{path} is not a tokenizer.json that the library tokenizers reads: {error}") from error
+        raise UserError(f"{path} is not a tokenizer.json that the library tokenizers reads: {error}") from error
 
 
 def _save_settings(folder: Path | str, settings: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from sympow.errors import UserError
 from sympow.evaluate.held_out_loss import PositionLosses
 from sympow.evaluate.probes import PasskeyPoint, RecallPoint
 from sympow.files import write_atomically
@@ -101,7 +102,7 @@ class Evaluation:
             by_position = dict(zip(*averages_over_ranges(mean), strict=True))
             by_context = {c: sums[c - 1] / c for c in sorted(contexts) if c <= len(mean)}
         if not by_context:
-            raise ValueError("it has neither 'by_context' nor 'mean'")
+            raise UserError("it has neither 'by_context' nor 'mean'")
         return cls(
             int(content.get("documents") or 0),
             dict(sorted(by_context.items())),
@@ -191,11 +192,11 @@ def _read_models(path: Path) -> dict[str, Evaluation]:
     content = read_json(path)
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, dict):
-        raise ValueError("it has no 'models'")
+        raise UserError("it has no 'models'")
     try:
         return {name: Evaluation.of_file(entry, content) for name, entry in models.items()}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"an entry has another form than `sympow evaluate` writes ({error})") from error
+        raise UserError(f"an entry has another form than `sympow evaluate` writes ({error})") from error
 
 
 def rounded(numbers: Mapping[Any, Any]) -> dict[Any, Any]:

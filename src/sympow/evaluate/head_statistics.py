@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sympow.data.loader import Batch, Loader
 from sympow.data.open import open_dataset
+from sympow.errors import UserError
 from sympow.files import write_atomically
 from sympow.layers.gates import Gate
 from sympow.layers.rotations import LearnedRotation, Rotation
@@ -157,7 +158,7 @@ def read_heads(folder: Path) -> HeadTable | None:
         content = read_json(path)
         return HeadTable(content["quantities"], content["tokens"], content["data"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is not a table of head statistics ({error}); remove it, and `sympow report` measures them again"
         ) from error
 
@@ -190,7 +191,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _of_the_batch(output: Tensor) -> Tensor:
     if output.shape[0] != 1:
-        raise ValueError(f"a capture is of one sequence at a time, got a batch of {output.shape[0]}")
+        raise UserError(f"a capture is of one sequence at a time, got a batch of {output.shape[0]}")
     return output[0].float().cpu()
 
 

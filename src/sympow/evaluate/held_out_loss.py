@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import TokenDataset
+from sympow.errors import ArgumentError, UserError
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.model.losses import token_losses
 from sympow.parallel.shards import Shards, as_group
@@ -80,15 +81,15 @@ def loss_by_position(
     try:
         for inputs, targets in documents:
             if inputs.shape != targets.shape or inputs.ndim != 2:
-                raise ValueError(
-                    f"inputs and targets must both be (batch, time), got {tuple(inputs.shape)} and "
-                    f"{tuple(targets.shape)}"
+                raise ArgumentError(
+                    "inputs",
+                    f"and targets must both be (batch, time), got {tuple(inputs.shape)} and {tuple(targets.shape)}",
                 )
             losses = _read(model, inputs.to(device), targets.to(device), segment_size, dtype, ranks).double().cpu()
             if total is None or square is None:
                 total, square = torch.zeros(2, losses.shape[1], dtype=torch.float64)
             if losses.shape[1] != len(total):
-                raise ValueError(f"documents must have one length, {len(total)}; got {losses.shape[1]}")
+                raise ArgumentError("documents", f"must have one length, {len(total)}; got {losses.shape[1]}")
             total += losses.sum(0)
             square += losses.square().sum(0)
             count += len(losses)
@@ -97,7 +98,7 @@ def loss_by_position(
     finally:
         model.train(was_training)
     if total is None or square is None:
-        raise ValueError("documents must not be empty: there is nothing to evaluate on")
+        raise ArgumentError("documents", "must not be empty: there is nothing to evaluate on")
     mean = total / count
     variance = (square / count - mean.square()).clamp(min=0) * (count / (count - 1) if count > 1 else torch.nan)
     return PositionLosses(mean, (variance / count).sqrt(), count)
@@ -149,9 +150,10 @@ def features_by_segment(
     length = inputs.shape[1]
     together = segment_size if group is None else segment_size * group.size()
     if group is not None and model.config.mixer == "softmax" and length > together:
-        raise ValueError(
-            f"segment_size must be at least {-(-length // group.size()):,} for a softmax model in {group.size()} "
-            f"processes, which do not pass keys and values from one segment to the next; got {segment_size:,}"
+        raise ArgumentError(
+            "segment_size",
+            f"must be at least {-(-length // group.size()):,} for a softmax model in {group.size()} "
+            f"processes, which do not pass keys and values from one segment to the next; got {segment_size:,}",
         )
     state: ModelState | None = None
     for start in range(0, length, together):
@@ -192,7 +194,7 @@ def _places(dataset: TokenDataset, length: int, count: int) -> list[tuple[int, i
         check_at_least(name, value, 1)
     lengths = np.asarray(dataset.lengths)
     if lengths.max() < length:
-        raise ValueError(
+        raise UserError(
             f"{dataset.name} has no document of length={length:,} tokens; the longest has {lengths.max():,}"
         )
     found: list[tuple[int, int]] = []

@@ -19,6 +19,7 @@ from sympow.data import TokenDataset, open_dataset
 from sympow.data.associative_recall import RECALL
 from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import Tokenizer, token_unit
+from sympow.errors import ArgumentError, UserError
 from sympow.evaluate.evaluation_file import ModelEvaluation
 from sympow.evaluate.held_out_loss import count_sequences, document_sequences, loss_by_position
 from sympow.evaluate.probes import (
@@ -80,7 +81,7 @@ class Setting:
                 continue
             check_numbers(name, values)
             if probe not in self.probes:
-                raise ValueError(f"{name} must be given with the probe {probe}, got {values} without it")
+                raise ArgumentError(name, f"must be given with the probe {probe}, got {values} without it")
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,18 @@ def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
     found: dict[str, Path] = {}
     for path, record in records.items():
         if not path.exists():
-            raise ValueError(f"checkpoints must be model folders, and {path} is not there")
+            raise ArgumentError("checkpoints", f"must be model folders, and {path} is not there")
         if record is None:
-            raise ValueError(f"{path} does not say what it was trained on; name the data with --data")
+            raise UserError(f"{path} does not say what it was trained on; name the data with --data")
         try:
             found.setdefault(record.source, path)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}; name the data with --data") from error
+            raise UserError(f"{path}: {error}; name the data with --data") from error
     if len(found) > 1:
         told = ", ".join(f"{path} on {source}" for source, path in found.items())
-        raise ValueError(f"models were trained on different data, {told}; name what to compare them on with --data")
+        raise ArgumentError(
+            "models", f"were trained on different data, {told}; name what to compare them on with --data"
+        )
     return next(iter(found))
 
 
@@ -192,7 +195,7 @@ def check_probes(setting: Setting) -> Setting:
             pairs = tuple(choose_pairs(pairs, _vocabulary(setting.data, heldout)))
         if "passkey" in setting.probes:
             if _of_recall(setting.data):
-                raise ValueError(f"the probe passkey needs documents of text; {RECALL} has none")
+                raise UserError(f"the probe passkey needs documents of text; {RECALL} has none")
             distances = tuple(choose_distances(distances, heldout))
     return replace(setting, pairs=pairs, distances=distances)
 
@@ -210,7 +213,7 @@ def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer | None, setting: Sett
     if tokenizer is not None:
         check_same_tokenizer(checkpoint, tokenizer, setting.data)
     elif "passkey" in setting.probes:
-        raise ValueError(f"the probe passkey needs the model's tokenizer, and {checkpoint} has none")
+        raise UserError(f"the probe passkey needs the model's tokenizer, and {checkpoint} has none")
 
 
 def _of_recall(data: str) -> bool:
@@ -245,7 +248,7 @@ def evaluate_model(
     heldout = open_dataset(setting.data, "heldout")
     vocab_size = heldout.vocab_size
     if vocab_size > model.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
             f"{checkpoint}: prepare it with the model's tokenizer"
         )

@@ -24,6 +24,7 @@ from sympow.checks import check_at_least
 from sympow.data.associative_recall import KEYS, VALUES, pairs_and_queries
 from sympow.data.dataset import TokenDataset
 from sympow.data.tokenizer import Tokenizer
+from sympow.errors import ArgumentError
 from sympow.evaluate.held_out_loss import features_by_segment
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 
@@ -102,9 +103,9 @@ class RecallPoint:
 def check_numbers(name: str, values: Sequence[int]) -> None:
     """Raises a ValueError unless the values are one or more numbers of at least 1."""
     if not len(values):
-        raise ValueError(f"{name} must have at least one number, got none")
+        raise ArgumentError(name, "must have at least one number, got none")
     if min(values) < 1:
-        raise ValueError(f"{name} must be numbers of at least 1, got {tuple(values)}")
+        raise ArgumentError(name, f"must be numbers of at least 1, got {tuple(values)}")
 
 
 def choose_pairs(pairs: Sequence[int] | None, vocabulary: Vocabulary) -> list[int]:
@@ -115,12 +116,12 @@ def choose_pairs(pairs: Sequence[int] | None, vocabulary: Vocabulary) -> list[in
     """
     keys, values = len(vocabulary.keys), len(vocabulary.values)
     if not keys or not values:
-        raise ValueError(f"vocabulary must have at least one key and one value, got {keys} and {values}")
+        raise ArgumentError("vocabulary", f"must have at least one key and one value, got {keys} and {values}")
     if pairs is None:
         return [number for number in PAIRS if number <= keys] or [keys]
     check_numbers("pairs", pairs)
     if max(pairs) > keys:
-        raise ValueError(f"pairs must be at most {keys}, the number of keys; got {max(pairs)}")
+        raise ArgumentError("pairs", f"must be at most {keys}, the number of keys; got {max(pairs)}")
     return list(pairs)
 
 
@@ -226,9 +227,10 @@ def choose_distances(distances: Sequence[int] | None, text: TokenDataset) -> lis
     chosen = [number for number in DISTANCES if number <= room] if distances is None else list(distances)
     farthest = max(chosen, default=min(DISTANCES))
     if farthest > room:
-        raise ValueError(
-            f"distances must fit into a document of {text.name}, the longest of which has {longest:,} tokens; a "
-            f"distance of {farthest:,} needs {longest - room + farthest:,}"
+        raise ArgumentError(
+            "distances",
+            f"must fit into a document of {text.name}, the longest of which has {longest:,} tokens; a "
+            f"distance of {farthest:,} needs {longest - room + farthest:,}",
         )
     return chosen
 
@@ -239,8 +241,9 @@ def check_has_ids(model: GPT, tokenizer: Tokenizer) -> None:
     It may have more: embeddings of pretrained models are often padded to a round number.
     """
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
+        raise ArgumentError(
+            "tokenizer",
+            f"must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}",
         )
 
 
@@ -304,7 +307,7 @@ def _keys_of_one_length(tokenizer: Tokenizer, count: int, choose: np.random.Gene
         alike.append(key)
         if len(alike) == count:
             return alike
-    raise ValueError(f"keys must be at most {max(map(len, by_size.values()))} with this tokenizer, got {count}")
+    raise ArgumentError("keys", f"must be at most {max(map(len, by_size.values()))} with this tokenizer, got {count}")
 
 
 def _texts_around(text: TokenDataset, length: int, count: int) -> list[NDArray[np.int64]]:
@@ -362,7 +365,9 @@ def score_answers(
     """
     check_at_least("segment_size", segment_size, 1)
     if not len(places) or int(places.min()) < 1 or int(places.max()) >= tokens.shape[1]:
-        raise ValueError(f"places must be one or more positions between 1 and {tokens.shape[1] - 1}, got {places}")
+        raise ArgumentError(
+            "places", f"must be one or more positions between 1 and {tokens.shape[1] - 1}, got {places}"
+        )
     device = model.embedding.weight.device
     losses, right = [], []
     was_training = model.training

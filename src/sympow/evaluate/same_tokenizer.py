@@ -12,6 +12,7 @@ from pathlib import Path
 from sympow.data import open_dataset
 from sympow.data.formats.shards import ShardDataset
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, beginning_of
+from sympow.errors import ArgumentError
 
 # Text to compare tokenizers on.
 DOCUMENTS, TOKENS = 16, 1_024
@@ -41,15 +42,17 @@ def check_same_tokenizer(model: Path, tokenizer: Tokenizer, data: str) -> None:
         if found != expected:
             either = zip_longest(found, expected)
             place = next(at for at, (one, other) in enumerate(either) if one != other)
-            raise ValueError(
-                f"data must be tokenized by the tokenizer of {model}, and {data} is not: the text of a document "
+            raise ArgumentError(
+                "data",
+                f"must be tokenized by the tokenizer of {model}, and {data} is not: the text of a document "
                 f"becomes {found[place : place + 4]} from token {place:,} on, and with the model's tokenizer "
-                f"{expected[place : place + 4]}. {advice}"
+                f"{expected[place : place + 4]}. {advice}",
             )
     # Where a tokenizer puts no token before a text, the data of its model may have any.
     begins = beginning_of(tokenizer)
     if begins and heldout.boundary not in (tokenizer.boundary, *begins):
-        raise ValueError(
-            f"data must have the boundary token of {model} between documents, id {tokenizer.boundary:,}; {data} has id "
-            f"{heldout.boundary:,}. {advice}"
+        raise ArgumentError(
+            "data",
+            f"must have the boundary token of {model} between documents, id {tokenizer.boundary:,}; {data} has id "
+            f"{heldout.boundary:,}. {advice}",
         )

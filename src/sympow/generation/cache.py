@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sympow.checks import check_choice
+from sympow.errors import ArgumentError
 from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
 from sympow.layers.rotations import NoRotation
@@ -70,7 +71,7 @@ class DecodingCache:
     ) -> None:
         check_cache_policy(cache_policy, model, state)
         if len(state) != len(model.blocks):
-            raise ValueError(f"prefix must be of a model with {len(model.blocks)} layers, got {len(state)}")
+            raise ArgumentError("prefix", f"must be of a model with {len(model.blocks)} layers, got {len(state)}")
         self._backend = model.config.backend
         self._room = Room(
             cache_policy, activation_dtype(model) if dtype is None else dtype, gates_per_pair(model), self._backend
@@ -183,11 +184,13 @@ def check_cache_policy(cache_policy: str, model: Model, state: ModelState | None
     """Raises ValueError for a policy that a model does not support, or that its state so far rules out."""
     check_choice("cache_policy", cache_policy, CACHE_POLICIES)
     if cache_policy == "state" and model.config.mixer == "softmax":
-        raise ValueError(
-            "cache_policy='state' is for symmetric power attention: softmax has no state, only keys and values"
+        raise ArgumentError(
+            "cache_policy", "='state' is for symmetric power attention: softmax has no state, only keys and values"
         )
     if cache_policy == "keys" and state is not None and any(isinstance(layer, State) for layer in state):
-        raise ValueError("cache_policy='keys' is not possible here: keys and values were already folded into a state")
+        raise ArgumentError(
+            "cache_policy", "='keys' is not possible here: keys and values were already folded into a state"
+        )
 
 
 def prefill_state(

@@ -8,6 +8,7 @@ from typing import Any
 
 from sympow.data.pieces import known_cuts, pieces
 from sympow.data.plain_text import check_text
+from sympow.errors import ArgumentError
 from sympow.extras import require
 
 
@@ -31,9 +32,9 @@ class ChatTemplate:
         try:
             text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except refused as error:
-            raise ValueError(f"messages do not fit this model's chat template: {error}") from error
+            raise ArgumentError("messages", f"do not fit this model's chat template: {error}") from error
         if not text:
-            raise ValueError("messages are empty under this model's chat template")
+            raise ArgumentError("messages", "are empty under this model's chat template")
         check_text("messages", text)
         return text
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CachePolicy, DecodingCache
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT
@@ -156,9 +157,11 @@ class Decoder:
         """
         self._check_open()
         if tokens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+            raise ArgumentTypeError("tokens", f"must be int32 or int64, got {tokens.dtype}")
         if tokens.shape != self._token.shape:
-            raise ValueError(f"tokens must be ({len(self._token)},), one for each text; got {tuple(tokens.shape)}")
+            raise ArgumentError(
+                "tokens", f"must be ({len(self._token)},), one for each text; got {tuple(tokens.shape)}"
+            )
         if self._cache.ensure_capacity(self._fold):
             self._reset_graphs()
         held = self._cache.layers[0].tokens + 1

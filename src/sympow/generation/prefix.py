@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sympow import tensor_file
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.generation.cache import CachePolicy, fold, prefill_state
 from sympow.layers.mixers import LayerState
 from sympow.model.config import EXECUTION_OPTIONS
@@ -91,10 +92,10 @@ class Prefix:
     def cat(cls, prefixes: Sequence[Prefix]) -> Prefix:
         """Joins prefixes of any lengths into one batch. If one holds a state, all others are folded into states."""
         if not prefixes:
-            raise ValueError("prefixes must hold at least one prefix, got none")
+            raise ArgumentError("prefixes", "must hold at least one prefix, got none")
         for prefix in prefixes:
             if not isinstance(prefix, Prefix):
-                raise TypeError(f"prefixes must hold objects of class Prefix, got {type(prefix).__name__}")
+                raise ArgumentTypeError("prefixes", f"must hold objects of class Prefix, got {type(prefix).__name__}")
         states = [prefix.state for prefix in prefixes]
         if any(prefix.folded for prefix in prefixes):
             states = [fold(state) for state in states]
@@ -134,7 +135,7 @@ class Prefix:
     def fork(self, count: int) -> Prefix:
         """A batch with every text `count` times, to be continued in different ways; shares no memory with this one."""
         if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}")
+            raise ArgumentError("count", f"must be at least 1, got {count}")
         return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))
 
     def save(self, path: str | PathLike[str], model: GPT, *, fingerprint: str | None = None) -> None:
@@ -172,14 +173,14 @@ class Prefix:
         try:
             tensors, words = tensor_file.load(path, FORMAT)
         except ValueError as error:
-            raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
+            raise UserError(f"{path} is not a prefix file, or is damaged: {error}") from error
         missing = [name for name in TENSORS if name not in tensors] + [name for name in WORDS if name not in words]
         if missing:
-            raise ValueError(f"{path} is not a prefix file, or is damaged: it lacks {', '.join(missing)}")
+            raise UserError(f"{path} is not a prefix file, or is damaged: it lacks {', '.join(missing)}")
         made_by, own = words["fingerprint"], fingerprint or fingerprint_of(model)
         if made_by != own:
             _check_dtype(path, tensors, model)
-            raise ValueError(
+            raise UserError(
                 f"{path} was made by another model: its fingerprint is {made_by[:16]}…, that of this model {own[:16]}…"
             )
         tensors = {name: x.to(model.embedding.weight.device) for name, x in tensors.items()}
@@ -187,9 +188,9 @@ class Prefix:
             layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(words["layers"]))]
             prefix = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors["seen"])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
+            raise UserError(f"{path} is not a prefix file, or is damaged: {error}") from error
         if len(layers) != len(model.blocks) or prefix.logits.shape[1:] != (model.config.vocab_size,):
-            raise ValueError(
+            raise UserError(
                 f"{path} is damaged: it must have {len(model.blocks)} layers and logits of {model.config.vocab_size:,} "
                 f"tokens, got {len(layers)} and shape {tuple(prefix.logits.shape)}"
             )
@@ -200,7 +201,7 @@ def _check_dtype(path: str | PathLike[str], tensors: dict[str, Tensor], model: G
     """Raises if the reason why a file does not fit a model is its dtype, which is that of the logits."""
     made_in, own = tensors["logits"].dtype, model.output_weight.dtype
     if made_in != own:
-        raise ValueError(
+        raise UserError(
             f"{path} was made by a model in {str(made_in).removeprefix('torch.')}, and this model is in "
             f"{str(own).removeprefix('torch.')}: load the model in the dtype of the file, or prefill the text again"
         )
@@ -239,9 +240,9 @@ def _prefill(
 ) -> tuple[Tensor, ModelState]:
     """The logits after the last token, (b, vocabulary), and the state."""
     if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
+        raise ArgumentError("tokens", f"must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
     if segment_size < 1:
-        raise ValueError(f"segment_size must be at least 1, got {segment_size}")
+        raise ArgumentError("segment_size", f"must be at least 1, got {segment_size}")
     batch, length = tokens.shape
     state = prefill_state(model, state, batch, length, cache_policy)
     for segment in tokens.split(segment_size, dim=1):
@@ -256,7 +257,7 @@ def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> La
     members: dict[str, Any] = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
     kind: Any = KINDS[plain.pop("kind")]
     if missing := _stored(kind) - plain.keys() - members.keys():
-        raise ValueError(f"layer {number} lacks {', '.join(sorted(missing))}")
+        raise UserError(f"layer {number} lacks {', '.join(sorted(missing))}")
     return kind(**plain, **members)
 
 

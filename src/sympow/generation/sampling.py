@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_at_least, check_finite, check_seed
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CachePolicy
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
@@ -44,13 +45,13 @@ class Sampling:
             check_finite(name, getattr(self, name))
         check_at_least("top_k", self.top_k, 0)
         if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+            raise ArgumentError("temperature", f"must be at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+            raise ArgumentError("top_p", f"must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
+            raise ArgumentError("min_p", f"must be between 0 and 1, got {self.min_p}")
         if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+            raise ArgumentError("repetition_penalty", f"must be above 0, got {self.repetition_penalty}")
 
     def choose(self, logits: Tensor, seen: Tensor | None, generator: torch.Generator | None) -> Tensor:
         """The next token of each sequence, (b,).
@@ -133,9 +134,9 @@ def generate(
     """
     sampling = Sampling() if sampling is None else sampling
     if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+        raise ArgumentTypeError("sampling", f"must be a Sampling, got {type(sampling).__name__}")
     if prompt is not None and not isinstance(prompt, Tensor):
-        raise TypeError(f"prompt must be a tensor of token ids, got {type(prompt).__name__}")
+        raise ArgumentTypeError("prompt", f"must be a tensor of token ids, got {type(prompt).__name__}")
     check_at_least("tokens", tokens, 0)
     if seed is not None:
         check_seed(seed)
@@ -144,7 +145,7 @@ def generate(
         options: Any = {"segment_size": segment_size, "cache_policy": cache_policy}
         prefix = Prefix.prefill(model, prompt, **options) if prefix is None else prefix.extend(model, prompt, **options)
     if prefix is None:
-        raise ValueError("prompt or prefix must be given: there is nothing to continue")
+        raise ArgumentError("prompt", "or prefix must be given: there is nothing to continue")
     device = prefix.logits.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     decoder = Decoder(model, prefix, tokens=tokens, cache_policy=cache_policy, owned=owned, graphs=graphs)

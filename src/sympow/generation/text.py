@@ -12,6 +12,7 @@ from torch import Tensor
 from sympow.checks import check_str
 from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.generation.cache import CachePolicy
 from sympow.generation.chat import ChatTemplate
 from sympow.generation.load import load
@@ -67,7 +68,7 @@ class TextModel:
         """
         tokens = self.encode(text)
         if not tokens.shape[1]:
-            raise ValueError("the text must not be empty: this model's tokenizer puts no token before a text")
+            raise UserError("the text must not be empty: this model's tokenizer puts no token before a text")
         return Prefix.prefill(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
     def extend(
@@ -103,7 +104,7 @@ class TextModel:
             report: called after each token with the number of tokens so far.
         """
         if prefix.batch != 1:
-            raise ValueError(f"prefix must be of one text, got {prefix.batch}; use continue_all for several")
+            raise ArgumentError("prefix", f"must be of one text, got {prefix.batch}; use continue_all for several")
         decoder = TextDecoder(self.tokenizer, stop)
         stops = ends_of(self.tokenizer)
         ids = generate(self.model, tokens, sampling, prefix=prefix, stop=stops, seed=seed, cache_policy=cache_policy)
@@ -153,13 +154,13 @@ class TextModel:
 def stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
     """One stop string or several, checked, as a tuple."""
     if not isinstance(stop, Iterable):
-        raise TypeError(f"stop must be a string or strings, got {type(stop).__name__}")
+        raise ArgumentTypeError("stop", f"must be a string or strings, got {type(stop).__name__}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in strings:
         if not isinstance(text, str):
-            raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
+            raise ArgumentTypeError("stop", f"must be a string or strings, got {type(text).__name__} among them")
         if not text:
-            raise ValueError("stop must not contain an empty string: it would end every text at once")
+            raise ArgumentError("stop", "must not contain an empty string: it would end every text at once")
         check_text("stop", text)
     return strings
 

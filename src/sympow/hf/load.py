@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.data.tokenizer import Tokenizer
+from sympow.errors import UserError
 from sympow.generation.chat import ChatTemplate
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.conversion import (
@@ -34,7 +35,7 @@ def load(
     """As `sympow.generation.load.load`."""
     _check_kind(folder)
     if not (folder / TOKENIZER_CONFIG_FILE).is_file():
-        raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
+        raise UserError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
     model = load_model(folder, device, dtype)
     tokenizer, fast = _load_tokenizers(folder, _ends(model) if isinstance(model, SwappedGPT) else ())
     has_template = getattr(fast, "chat_template", None) is not None
@@ -72,7 +73,7 @@ def _check_kind(folder: Path) -> str:
     config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in (SWAPPED_TYPE, SympowConfig.model_type):
-        raise ValueError(
+        raise UserError(
             f"{folder} holds a model of type {kind!r}, which has no symmetric power attention: convert it first, by "
             f"sympow convert {folder} --data … --out …"
         )
@@ -91,6 +92,6 @@ def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype |
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, told = load_without_code(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
     except SafetensorError as error:
-        raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
+        raise UserError(f"{folder} has weights that cannot be read: {error}") from error
     check_whole(folder, told)
     return SwappedGPT(model.to(device)).eval()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sympow.errors import UserError
+
 
 def load_without_code(kind: Any, source: Path | str, **options: Any) -> Any:
     """`kind.from_pretrained(source, **options)`, without running code that comes with the source, or asking whether to.
@@ -20,4 +22,4 @@ def load_without_code(kind: Any, source: Path | str, **options: Any) -> Any:
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(f"{source} has code of its own (auto_map), which sympow never runs") from error
+        raise UserError(f"{source} has code of its own (auto_map), which sympow never runs") from error

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sympow.errors import UserError
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Whether kernels are compiled to PTX, NVIDIA's, in which `wait_for_mma` is written; not so by torch for AMD's GPUs.
 IN_PTX = tl.constexpr(torch.version.hip is None)
@@ -38,7 +40,7 @@ def flat_grid(*axes: int) -> tuple[int]:
     programs = math.prod(axes)
     if programs > MOST_PROGRAMS:
         sizes = " × ".join(f"{axis:,}" for axis in axes)
-        raise ValueError(
+        raise UserError(
             f"a kernel of this call needs {sizes} = {programs:,} CTAs, and CUDA launches at most {MOST_PROGRAMS:,}: "
             "split the batch"
         )

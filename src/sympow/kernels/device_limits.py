@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sympow.errors import UserError
+
 KIB = 1024
 # Sizes of heads that the Hopper kernels are compiled for. Larger heads than the first are padded to the second with
 # zeros; smaller ones run on the portable kernels.
@@ -79,7 +81,7 @@ def first_fitting(candidates: Sequence[Choice], limits: Limits) -> Choice:
         if candidate.suits(limits):
             return candidate
     least = min(candidate.shared_memory for candidate in candidates)
-    raise ValueError(
+    raise UserError(
         f"the kernels need {least / KIB:g} KiB of shared memory for a CTA, and the GPU has "
         f"{limits.shared_memory / KIB:g} KiB: pass backend='torch'"
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.checks import check_bool, check_choice, check_positive
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.precision import is_plain_projection, project_together
 from sympow.layers.projections import PAIRS, FusedProjections, Pairs, Projections, SeparateProjections
@@ -122,9 +123,10 @@ class Mixer(nn.Module, ABC):
         self.short_conv: ShortConvolution | None = None
         if short_conv:
             if projections is not None:
-                raise ValueError(
-                    "short_conv is for layers with projections of their own: those of another layer were trained "
-                    f"without a convolution; got {short_conv}"
+                raise ArgumentError(
+                    "short_conv",
+                    "is for layers with projections of their own: those of another layer were trained "
+                    f"without a convolution; got {short_conv}",
                 )
             self.short_conv = ShortConvolution((heads + 2 * self.key_value_heads) * self.head_dim, short_conv)
 
@@ -177,25 +179,27 @@ class Mixer(nn.Module, ABC):
             >>> layer = ConformalAttention.from_projections(q, k, v, o, width=64, heads=4, gating="none")
         """
         if (k is None) != (v is None):
-            raise ValueError("k and v must both be modules, or both None if q projects to all three")
+            raise ArgumentError("k", "and v must both be modules, or both None if q projects to all three")
         if "bias" in others:
-            raise ValueError(f"bias must not be given: q, k, v and o keep the biases they have; got {others['bias']!r}")
+            raise ArgumentError(
+                "bias", f"must not be given: q, k, v and o keep the biases they have; got {others['bias']!r}"
+            )
         if rotary is None:
             rotary = "none" if rates is None else "fixed"
         if rotary != "none" and rates is None and "max_document" not in others:
-            raise ValueError(f"rates or max_document must be given for rotary={rotary!r}")
+            raise ArgumentError("rates", f"or max_document must be given for rotary={rotary!r}")
         for argument, needed in (("q", q), ("o", o)):
             if needed is None:
-                raise TypeError(f"{argument} must be a module, got None")
+                raise ArgumentTypeError(argument, "must be a module, got None")
         given = {"q": q, "k": k, "v": v, "o": o, "q_norm": q_norm, "k_norm": k_norm, "out_dropout": out_dropout}
         modules = {argument: module for argument, module in given.items() if module is not None}
         for argument, module in modules.items():
             if not isinstance(module, nn.Module):
-                raise TypeError(f"{argument} must be a module, got {type(module).__name__}")
+                raise ArgumentTypeError(argument, f"must be a module, got {type(module).__name__}")
         named = {"q": "qkv_proj" if k is None else "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
         named |= {"q_norm": "q_norm", "k_norm": "k_norm", "out_dropout": "out_dropout"} | dict(names or {})
         if unknown := sorted(named.keys() - given.keys()):
-            raise ValueError(f"names must be for {', '.join(given)}; got {', '.join(unknown)}")
+            raise ArgumentError("names", f"must be for {', '.join(given)}; got {', '.join(unknown)}")
         cls._check_names({argument: named[argument] for argument in modules})
         gating = others.get("gating", "scalar")
         shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
@@ -239,13 +243,15 @@ class Mixer(nn.Module, ABC):
         bare, by_name = nn.Module(), dict[str, str]()
         for argument, name in names.items():
             if not isinstance(name, str):
-                raise TypeError(f"names must hold strings, got {name!r} for {argument}")
+                raise ArgumentTypeError("names", f"must hold strings, got {name!r} for {argument}")
             if not name or "." in name:
-                raise ValueError(f"names must not be empty or have dots, got {name!r} for {argument}")
+                raise ArgumentError("names", f"must not be empty or have dots, got {name!r} for {argument}")
             if name in by_name:
-                raise ValueError(f"names must differ, got {name!r} for both {by_name[name]} and {argument}")
+                raise ArgumentError("names", f"must differ, got {name!r} for both {by_name[name]} and {argument}")
             if name in cls._own_names or hasattr(cls, name) or hasattr(bare, name):
-                raise ValueError(f"names must not be those of the layer's attributes, got {name!r} for {argument}")
+                raise ArgumentError(
+                    "names", f"must not be those of the layer's attributes, got {name!r} for {argument}"
+                )
             by_name[name] = argument
 
     @property
@@ -283,9 +289,13 @@ class Mixer(nn.Module, ABC):
         if mask is not None:
             _check_mask(mask, x, cu_seqlens)
         if shards is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot be combined with shards: pass the offsets of the whole sequence there")
+            raise ArgumentError(
+                "cu_seqlens", "cannot be combined with shards: pass the offsets of the whole sequence there"
+            )
         if shards is not None and self.short_conv is not None:
-            raise ValueError("short_conv does not support shards: the tokens before a shard are on another process")
+            raise ArgumentError(
+                "short_conv", "does not support shards: the tokens before a shard are on another process"
+            )
         q, k, v, conv_state = self._project(x, state, cu_seqlens, mask)
         if getattr(state, "conv_state", None) is not None:
             assert state is not None
@@ -320,10 +330,10 @@ class Mixer(nn.Module, ABC):
         past = getattr(state, "conv_state", None)
         if self.short_conv is None:
             if past is not None:
-                raise ValueError("state was made by a layer with short_conv, but this one has none")
+                raise ArgumentError("state", "was made by a layer with short_conv, but this one has none")
             return *self.projections.project(self, x), None
         if state is not None and past is None:
-            raise ValueError("state was made by a layer without short_conv, but this one has it")
+            raise ArgumentError("state", "was made by a layer without short_conv, but this one has it")
         assert isinstance(self.projections, FusedProjections)
         joint, after = self.short_conv(self.projections.joint(self, x), past, cu_seqlens, mask)
         return *self.projections.split(joint), after
@@ -340,16 +350,16 @@ class Mixer(nn.Module, ABC):
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""
         # Not by their classes: a batch of several requests has caches of its own.
         if not hasattr(cache, "step"):
-            raise TypeError(f"cache must be a Window or a KeyValueCache, got {type(cache).__name__}")
+            raise ArgumentTypeError("cache", f"must be a Window or a KeyValueCache, got {type(cache).__name__}")
         self._check_input(x, time=1)
         log_gamma, theta, beta = gate_and_rotate(x, self.gate, self.rotation, self.backend)
         if self.short_conv is None:
             if cache.conv_state is not None:
-                raise ValueError("cache was made by a layer with short_conv, but this one has none")
+                raise ArgumentError("cache", "was made by a layer with short_conv, but this one has none")
             q, k, v = self.projections.project(self, x)
         else:
             if cache.conv_state is None:
-                raise ValueError("cache was made by a layer without short_conv, but this one has it")
+                raise ArgumentError("cache", "was made by a layer without short_conv, but this one has it")
             assert isinstance(self.projections, FusedProjections)
             joint = self.short_conv.step(self.projections.joint(self, x), cache.conv_state)
             q, k, v = self.projections.split(joint)
@@ -359,10 +369,10 @@ class Mixer(nn.Module, ABC):
     def _check_input(self, x: Tensor, time: int | None = None) -> None:
         """Raises unless x is (b, t, width), with this t unless it is None."""
         if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+            raise ArgumentTypeError("x", f"must be a tensor, got {type(x).__name__}")
         if x.ndim != 3 or x.shape[-1] != self.width or time not in (None, x.shape[1]):
             expected = f"(batch, {time or 'time'}, {self.width})"
-            raise ValueError(f"x must be {expected}, the width of the layer; got {tuple(x.shape)}")
+            raise ArgumentError("x", f"must be {expected}, the width of the layer; got {tuple(x.shape)}")
 
     @abstractmethod
     def _attend(
@@ -432,7 +442,7 @@ class ConformalAttention(Mixer):
     ) -> tuple[Tensor, LayerState | None]:
         """Continues after a window of keys and values instead of a state, and returns a longer one."""
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot be combined with a state of keys and values: fold it first")
+            raise ArgumentError("cu_seqlens", "cannot be combined with a state of keys and values: fold it first")
         # A copy, since the given window belongs to the caller. A window has room for a token, even if x has none.
         window = initial_state.resized(max(1, initial_state.tokens + q.shape[1]))
         y = window.read(*_in(window.values.dtype, q, k, v), backend=self.backend, **options)
@@ -497,13 +507,13 @@ def _in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 def _check_mask(mask: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> None:
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
+        raise ArgumentTypeError("mask", f"must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool, True for tokens and False for padding; got {mask.dtype}")
+        raise ArgumentTypeError("mask", f"must be bool, True for tokens and False for padding; got {mask.dtype}")
     if mask.shape != x.shape[:2]:
-        raise ValueError(f"mask must be (batch, time), {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
+        raise ArgumentError("mask", f"must be (batch, time), {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
     if cu_seqlens is not None:
-        raise ValueError("mask cannot be combined with cu_seqlens: packed documents need no padding")
+        raise ArgumentError("mask", "cannot be combined with cu_seqlens: packed documents need no padding")
 
 
 def _without_padding(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from sympow.errors import ArgumentError
 from sympow.ops.numerics import without_autocast
 
 
@@ -150,7 +151,7 @@ class ConstantTable(nn.Module):
     def __init__(self, values: Tensor) -> None:
         super().__init__()
         if values.is_meta:
-            raise ValueError("values must hold numbers, got a tensor on the meta device")
+            raise ArgumentError("values", "must hold numbers, got a tensor on the meta device")
         self.values = tuple(values.tolist())
         self._table = self._on(torch.device("cpu"))
 

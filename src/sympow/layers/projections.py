@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.checks import check_choice
+from sympow.errors import ArgumentError
 
 # Which entries of a query or key are rotated together: 2j and 2j + 1, or j and j + d/2.
 Pairs = Literal["interleaved", "half"]
@@ -123,9 +124,10 @@ def _by_heads(y: Tensor, name: str, heads: int, head_dim: int) -> Tensor:
         ValueError: y has another size, as with projections of another layer that has other heads.
     """
     if y.shape[-1] != heads * head_dim:
-        raise ValueError(
-            f"{name} must project to {heads * head_dim}, {heads} heads of {head_dim}, as heads, key_value_heads and "
-            f"head_dim say; it projects to {y.shape[-1]}"
+        raise ArgumentError(
+            name,
+            f"must project to {heads * head_dim}, {heads} heads of {head_dim}, as heads, key_value_heads and "
+            f"head_dim say; it projects to {y.shape[-1]}",
         )
     return y.unflatten(-1, (heads, head_dim))
 

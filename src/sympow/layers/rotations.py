@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sympow.checks import check_choice
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
 from sympow.ops.rotary import rotary_rates
 from sympow.settings import (
@@ -239,22 +240,23 @@ def make_rotation(
     check_rotation_dim(kind, head_dim, fraction)
     if rates is not None:
         if kind == "none":
-            raise ValueError("rates are for layers with a rotation; got some with rotary='none'")
+            raise ArgumentError("rates", "are for layers with a rotation; got some with rotary='none'")
         if not isinstance(rates, Tensor):
-            raise TypeError(f"rates must be a tensor, got {type(rates).__name__}")
+            raise ArgumentTypeError("rates", f"must be a tensor, got {type(rates).__name__}")
         if max_rate != MAX_RATE:
-            raise ValueError(f"max_rate cannot be combined with rates, which have a fastest one; got {max_rate}")
+            raise ArgumentError("max_rate", f"cannot be combined with rates, which have a fastest one; got {max_rate}")
         if fraction != 1:
-            raise ValueError(
-                f"rotary_fraction cannot be combined with rates, which can be 0 in some pairs; got {fraction}"
+            raise ArgumentError(
+                "rotary_fraction", f"cannot be combined with rates, which can be 0 in some pairs; got {fraction}"
             )
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
-        raise ValueError(
-            f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
-            f"got {tuple(rates.shape)}"
+        raise ArgumentError(
+            "rates",
+            f"must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
+            f"got {tuple(rates.shape)}",
         )
     if rates is not None and not rates.is_meta and not rates.isfinite().all():
-        raise ValueError(f"rates must be finite, got {rates.tolist()}")
+        raise ArgumentError("rates", f"must be finite, got {rates.tolist()}")
     if kind == "none":
         return NoRotation()
     if rates is None:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from sympow.errors import UserError
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.ops.cost import GPU, Workload, attention_cost, best_chunk_size, chunked_cost, crossover_length
@@ -64,7 +65,7 @@ def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> N
         ("train", 16 * config.weights // processes, room),
     ):
         if needed > there:
-            raise ValueError(
+            raise UserError(
                 f"a model of {config.weights:,} weights takes {needed / 1e9:,.0f} GB to {what}, and there are "
                 f"{there / 1e9:,.0f} GB of memory; choose fewer layers, a smaller width or a smaller vocabulary"
             )

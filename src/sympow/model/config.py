@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from sympow.checks import check_at_most, check_bool, check_choice, check_positive
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.settings import (
     BACKENDS,
     FORMS,
@@ -104,7 +105,9 @@ class GPTConfig:
             for name in ("power", *EXECUTION_OPTIONS):
                 default = GPTConfig.__dataclass_fields__[name].default
                 if getattr(self, name) != default:
-                    raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
+                    raise ArgumentError(
+                        name, f"is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'"
+                    )
         check_gate_heads(self.gating, self.head_shape.key_value_heads)
         check_rotation_dim(self.rotary, self.head_shape.head_dim, self.rotary_fraction)
         self._check_mlp_ratio()
@@ -132,11 +135,11 @@ class GPTConfig:
 
     def _check_mlp_ratio(self) -> None:
         if not isinstance(self.mlp_ratio, int | float) or isinstance(self.mlp_ratio, bool):
-            raise TypeError(f"mlp_ratio must be a number, got {type(self.mlp_ratio).__name__}")
+            raise ArgumentTypeError("mlp_ratio", f"must be a number, got {type(self.mlp_ratio).__name__}")
         if not 0.5 < self.mlp_ratio * self.width <= MOST_WEIGHTS:  # nor NaN
-            raise ValueError(
-                f"mlp_ratio must give the MLP at least 1 hidden unit and at most {MOST_WEIGHTS:.0e}; "
-                f"got {self.mlp_ratio}"
+            raise ArgumentError(
+                "mlp_ratio",
+                f"must give the MLP at least 1 hidden unit and at most {MOST_WEIGHTS:.0e}; got {self.mlp_ratio}",
             )
         if self.mlp_ratio == int(self.mlp_ratio):
             # A config has one spelling: its JSON is hashed to tell models apart.
@@ -151,7 +154,7 @@ class GPTConfig:
             4
         """
         if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
+            raise ArgumentError("preset", f"must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
         unknown = set(changes) - {field.name for field in fields(cls)}
         if unknown:
             raise TypeError(f"GPTConfig has no field {', '.join(map(repr, sorted(unknown)))}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.layers.gates import Gate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
@@ -93,7 +94,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if not isinstance(config, GPTConfig):
-            raise TypeError(f"config must be a GPTConfig, got {type(config).__name__}")
+            raise ArgumentTypeError("config", f"must be a GPTConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=config.bias)
@@ -205,33 +206,41 @@ class GPT(nn.Module):
 
     def _check_step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> None:
         if not isinstance(tokens, Tensor):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
+            raise ArgumentTypeError("tokens", f"must be a tensor, got {type(tokens).__name__}")
         if tokens.ndim != 1:
-            raise ValueError(f"tokens must be (batch,), one for each sequence; got shape {tuple(tokens.shape)}")
+            raise ArgumentError("tokens", f"must be (batch,), one for each sequence; got shape {tuple(tokens.shape)}")
         self._check(tokens.unsqueeze(1), None)
         if not isinstance(caches, tuple | list):
-            raise TypeError(f"caches must be a list with an entry for each layer, got {type(caches).__name__}")
+            raise ArgumentTypeError(
+                "caches", f"must be a list with an entry for each layer, got {type(caches).__name__}"
+            )
         if len(caches) != len(self.blocks):
-            raise ValueError(f"caches must have an entry for each of {len(self.blocks)} layers, got {len(caches)}")
+            raise ArgumentError(
+                "caches", f"must have an entry for each of {len(self.blocks)} layers, got {len(caches)}"
+            )
 
     def _check(self, tokens: Tensor, state: Sequence[LayerState] | None) -> None:
         if not isinstance(tokens, Tensor):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
+            raise ArgumentTypeError("tokens", f"must be a tensor, got {type(tokens).__name__}")
         if tokens.ndim != 2:
-            raise ValueError(f"tokens must be (batch, time), got shape {tuple(tokens.shape)}")
+            raise ArgumentError("tokens", f"must be (batch, time), got shape {tuple(tokens.shape)}")
         if tokens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+            raise ArgumentTypeError("tokens", f"must be int32 or int64, got {tokens.dtype}")
         if not torch.compiler.is_compiling() and tokens.device.type == "cpu" and tokens.numel():
             low, high = (x.item() for x in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"tokens must lie between 0 and {self.config.vocab_size - 1}; got {low if low < 0 else high}"
+                raise ArgumentError(
+                    "tokens", f"must lie between 0 and {self.config.vocab_size - 1}; got {low if low < 0 else high}"
                 )
         if state is not None:
             if not isinstance(state, tuple | list):
-                raise TypeError(f"state must be a tuple with an entry for each layer, got {type(state).__name__}")
+                raise ArgumentTypeError(
+                    "state", f"must be a tuple with an entry for each layer, got {type(state).__name__}"
+                )
             if len(state) != len(self.blocks):
-                raise ValueError(f"state must have an entry for each of {len(self.blocks)} layers, got {len(state)}")
+                raise ArgumentError(
+                    "state", f"must have an entry for each of {len(self.blocks)} layers, got {len(state)}"
+                )
 
 
 def project_features(features: Tensor, weight: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from sympow.checks import check_choice
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.ops.dispatch import cross_entropy_unsupported_reason
 from sympow.settings import BACKENDS, Backend
 
@@ -66,20 +67,23 @@ def token_losses(
 
 def _check(features: Tensor, weight: Tensor, targets: Tensor, tokens: int) -> None:
     if features.shape[:-1] != targets.shape or features.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            "features must be (…, width) with weight (vocabulary, width) and targets (…,); "
-            f"got {tuple(features.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
+        raise ArgumentError(
+            "features",
+            "must be (…, width) with weight (vocabulary, width) and targets (…,); "
+            f"got {tuple(features.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}",
         )
     if targets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"targets must be int32 or int64, got {targets.dtype}")
+        raise ArgumentTypeError("targets", f"must be int32 or int64, got {targets.dtype}")
     if targets.numel() == 0:
-        raise ValueError("targets must not be empty: the mean over no tokens is not defined")
+        raise ArgumentError("targets", "must not be empty: the mean over no tokens is not defined")
     if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}")
+        raise ArgumentError("tokens", f"must be at least 1, got {tokens}")
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (x.item() for x in targets.aminmax())
         if low < 0 or high >= weight.shape[0]:
-            raise ValueError(f"targets must lie between 0 and {weight.shape[0] - 1}; got {low if low < 0 else high}")
+            raise ArgumentError(
+                "targets", f"must lie between 0 and {weight.shape[0] - 1}; got {low if low < 0 else high}"
+            )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

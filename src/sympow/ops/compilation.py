@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from sympow.errors import ArgumentTypeError
+
 Record = TypeVar("Record")
 # Metadata of fields that are computed from others: files do not hold them.
 DERIVED = {"derived": True}
@@ -96,9 +98,9 @@ def register_as_pytree(cls: type[TensorRecord], *values: str) -> None:
 def check_tensor_member(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises a TypeError for a member that is not a tensor of one of the dtypes."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        raise ArgumentTypeError(name, f"must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
-        raise TypeError(f"{name} must be one of {', '.join(map(str, dtypes))}; got {value.dtype}")
+        raise ArgumentTypeError(name, f"must be one of {', '.join(map(str, dtypes))}; got {value.dtype}")
 
 
 def conv_shape(record: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError
 from sympow.ops.compilation import is_known
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form, crossover_length
 from sympow.settings import Backend, Form
@@ -443,4 +444,4 @@ def _limit_of_dims(key_dim: int, value_dim: int) -> str:
 def require_supported(reason: str | None) -> None:
     """Raises a ValueError with the reason why a call with backend="triton" is not supported, if there is one."""
     if reason is not None:
-        raise ValueError(f"backend='triton' does not support this call. {reason}")
+        raise ArgumentError("backend", f"='triton' does not support this call. {reason}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.checks import check_bool, check_choice
+from sympow.errors import ArgumentError
 from sympow.ops.compilation import is_known
 from sympow.ops.dispatch import (
     backend_for,
@@ -137,7 +138,9 @@ def attention(
     late_queries = q.shape[1] < k.shape[1]
     if late_queries:
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens needs a query for every key, since each document has its own last tokens")
+            raise ArgumentError(
+                "cu_seqlens", "needs a query for every key, since each document has its own last tokens"
+            )
         require_supported(late_queries_unsupported_reason(backend, form))
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q)

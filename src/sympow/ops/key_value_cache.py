@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_choice, check_positive
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
@@ -56,10 +57,10 @@ class KeyValueCache(TensorRecord):
         """A copy of a state's keys and values, with a capacity of `capacity` tokens in all."""
         check_positive("capacity", capacity)
         if not isinstance(state, KeyValueState):
-            raise TypeError(f"state must be a KeyValueState, got {type(state).__name__}")
+            raise ArgumentTypeError("state", f"must be a KeyValueState, got {type(state).__name__}")
         batch, length, heads, _ = state.k.shape
         if capacity < length:
-            raise ValueError(f"capacity must be at least {length}, the tokens of the state; got {capacity}")
+            raise ArgumentError("capacity", f"must be at least {length}, the tokens of the state; got {capacity}")
         counts = torch.full((batch,), length, device=state.k.device)
         order = None
         if isinstance(state, PaddedKeyValueState):
@@ -106,11 +107,13 @@ class KeyValueCache(TensorRecord):
             sequence: the state, or the cache, of one sequence, with no more tokens than the capacity.
         """
         if not 0 <= row < self.keys.shape[0]:
-            raise ValueError(f"row must be between 0 and {self.keys.shape[0] - 1}, got {row}")
+            raise ArgumentError("row", f"must be between 0 and {self.keys.shape[0] - 1}, got {row}")
         if isinstance(sequence, KeyValueState):
             sequence = KeyValueCache.open(sequence, capacity=max(1, sequence.length))
         if not isinstance(sequence, KeyValueCache):
-            raise TypeError(f"sequence must be a KeyValueState or a KeyValueCache, got {type(sequence).__name__}")
+            raise ArgumentTypeError(
+                "sequence", f"must be a KeyValueState or a KeyValueCache, got {type(sequence).__name__}"
+            )
         kinds = [
             (
                 c.keys.shape[1],
@@ -123,12 +126,13 @@ class KeyValueCache(TensorRecord):
             for c in (sequence, self)
         ]
         if sequence.keys.shape[0] != 1 or kinds[0] != kinds[1]:
-            raise ValueError(
-                "sequence must be one sequence and agree with the cache in (heads, key dim, value dim, gated, rotated, "
-                f"short_conv); got {sequence.keys.shape[0]} of {kinds[0]}, expected 1 of {kinds[1]}"
+            raise ArgumentError(
+                "sequence",
+                "must be one sequence and agree with the cache in (heads, key dim, value dim, gated, rotated, "
+                f"short_conv); got {sequence.keys.shape[0]} of {kinds[0]}, expected 1 of {kinds[1]}",
             )
         if sequence.tokens > self.capacity:
-            raise ValueError(f"sequence has {sequence.tokens} tokens, more than the capacity of {self.capacity}")
+            raise ArgumentError("sequence", f"has {sequence.tokens} tokens, more than the capacity of {self.capacity}")
         tokens = min(sequence.capacity, self.capacity)
         for name, tensor in replace(self, workspace=None)._tensors().items():
             source = getattr(sequence, name)[0]
@@ -181,23 +185,23 @@ class KeyValueCache(TensorRecord):
         check_choice("backend", backend, BACKENDS)
         check_tensors(q, k, v, log_gamma, beta, theta)
         if q.shape[1] != 1:
-            raise ValueError(f"q, k and v must be one token long, (b, 1, h, d); got {q.shape[1]}")
+            raise ArgumentError("q", f", k and v must be one token long, (b, 1, h, d); got {q.shape[1]}")
         if k.shape[0::2] != self.keys.shape[:2] or k.shape[3] != self.keys.shape[3]:
             shape = (*self.keys.shape[:2], self.keys.shape[3])
-            raise ValueError(f"k must have (batch, heads, dim) {shape}, as the cache does; got {tuple(k.shape)}")
+            raise ArgumentError("k", f"must have (batch, heads, dim) {shape}, as the cache does; got {tuple(k.shape)}")
         if v.shape[3] != self.values.shape[3]:
-            raise ValueError(f"v has head dim {v.shape[3]}, but the cache was made for {self.values.shape[3]}")
+            raise ArgumentError("v", f"has head dim {v.shape[3]}, but the cache was made for {self.values.shape[3]}")
         if v.dtype != self.values.dtype:
-            raise TypeError(f"v is in {v.dtype}, but the cache holds {self.values.dtype}")
+            raise ArgumentTypeError("v", f"is in {v.dtype}, but the cache holds {self.values.dtype}")
         for name, given, held in (("log_gamma", log_gamma, self.decay), ("theta", theta, self.phase)):
             if (given is None) != (held is None):
                 made, used = ("without", "with") if held is None else ("with", "without")
-                raise ValueError(f"{name}: the cache was made {made} it, but is used {used}")
+                raise UserError(f"{name}: the cache was made {made} it, but is used {used}")
         if log_gamma is not None and log_gamma.ndim == 4:
             log_gamma = log_gamma.mean(-1)
         sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
         if sequence.needs_grad:
-            raise ValueError("the inputs of a cache's step must not require gradients: steps are not differentiable")
+            raise UserError("the inputs of a cache's step must not require gradients: steps are not differentiable")
         fused = softmax_step_backend(backend, sequence) == "triton"
         self.tokens = min(self.tokens + 1, self.capacity)
         with torch.no_grad(), without_autocast(q.device):

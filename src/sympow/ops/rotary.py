@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_finite
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.settings import check_max_rate
 
 
@@ -32,13 +33,13 @@ def rotary_rates(
         dtype: float64 unless asked otherwise: a rate is multiplied by the position, and so is its rounding.
     """
     if dim < 2 or dim % 2:
-        raise ValueError(f"dim must be even and positive: rotation acts on pairs of entries; got {dim}")
+        raise ArgumentError("dim", f"must be even and positive: rotation acts on pairs of entries; got {dim}")
     check_finite("max_document", max_document)
     if max_document < 1:
-        raise ValueError(f"max_document must be at least 1, got {max_document}")
+        raise ArgumentError("max_document", f"must be at least 1, got {max_document}")
     check_max_rate(max_rate)
     if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
+        raise ArgumentTypeError("dtype", f"must be a floating-point dtype, got {dtype}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     return (max_rate / float(max_document) ** exponents).to(dtype)
 
@@ -49,12 +50,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     Reduce large angles in float64 first (`wrap_angle`), since float32 cannot represent them accurately.
     """
     if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, got {x.dtype}")
+        raise ArgumentTypeError("x", f"must be floating point, got {x.dtype}")
     if x.shape[-1] % 2:
-        raise ValueError(f"x must have an even last axis to be rotated in pairs, got {x.shape[-1]}")
+        raise ArgumentError("x", f"must have an even last axis to be rotated in pairs, got {x.shape[-1]}")
     if angles.shape[-1] != x.shape[-1] // 2:
-        raise ValueError(
-            f"angles must hold one angle per pair, so {x.shape[-1] // 2} on the last axis; got {angles.shape[-1]}"
+        raise ArgumentError(
+            "angles", f"must hold one angle per pair, so {x.shape[-1] // 2} on the last axis; got {angles.shape[-1]}"
         )
     angles = angles.to(x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32)
     cos, sin = angles.cos(), angles.sin()
@@ -88,17 +89,17 @@ def accumulate_phase(
         (b, t, h_kv, d/2); axes b and h_kv are 1 where all batch entries or heads have the same phase.
     """
     if theta.ndim != 1:
-        raise ValueError(f"theta must have one axis, a rate per pair of entries; got shape {tuple(theta.shape)}")
+        raise ArgumentError("theta", f"must have one axis, a rate per pair of entries; got shape {tuple(theta.shape)}")
     if beta is not None and beta.ndim not in (3, 4):
-        raise ValueError(
-            f"beta must be (batch, time, heads) or (batch, time, heads, pairs), got shape {tuple(beta.shape)}"
+        raise ArgumentError(
+            "beta", f"must be (batch, time, heads) or (batch, time, heads, pairs), got shape {tuple(beta.shape)}"
         )
     if length is None:
         if beta is None:
-            raise ValueError("length must be given where beta is not")
+            raise ArgumentError("length", "must be given where beta is not")
         length = beta.shape[1]
     if beta is not None and beta.shape[1] != length:
-        raise ValueError(f"beta must have as many tokens as length says, {length}; got {beta.shape[1]}")
+        raise ArgumentError("beta", f"must have as many tokens as length says, {length}; got {beta.shape[1]}")
     rates = theta.to(torch.float64)
     if beta is None:
         steps = torch.arange(1, length + 1, dtype=torch.float64, device=theta.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.errors import UserError
 from sympow.ops.validation import check_documents
 
 
@@ -42,7 +43,7 @@ def short_convolution(
     if past is None:
         past = x.new_zeros(sequences, before, x.shape[2])
     elif past.shape != (sequences, before, x.shape[2]):
-        raise ValueError(
+        raise UserError(
             f"the state's inputs of short_conv must be {(sequences, before, x.shape[2])}, for as many sequences, the "
             f"width less 1 and the channels; got {tuple(past.shape)}"
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sympow import tensor_file
 from sympow.checks import check_at_least
+from sympow.errors import ArgumentError, UserError
 from sympow.ops.compilation import TensorRecord, check_tensor_member, conv_shape, register_as_pytree
 from sympow.settings import check_features, symmetric_dim
 
@@ -53,28 +54,29 @@ class State(TensorRecord):
             check_tensor_member("phase", self.phase, (torch.float64,))
         dim = symmetric_dim(self.key_dim, self.power)
         if self.kv.ndim != 4 or self.kv.shape[2] != dim:
-            raise ValueError(
-                f"kv must be (batch, heads, {dim}, value dim) for power {self.power} and key dim {self.key_dim}, "
-                f"got {tuple(self.kv.shape)}"
+            raise ArgumentError(
+                "kv",
+                f"must be (batch, heads, {dim}, value dim) for power {self.power} and key dim {self.key_dim}, "
+                f"got {tuple(self.kv.shape)}",
             )
         if self.normalizer.shape != self.kv.shape[:3]:
-            raise ValueError(
-                f"normalizer must be {tuple(self.kv.shape[:3])} to match kv, got {tuple(self.normalizer.shape)}"
+            raise ArgumentError(
+                "normalizer", f"must be {tuple(self.kv.shape[:3])} to match kv, got {tuple(self.normalizer.shape)}"
             )
         if self.phase is not None and self.phase.shape != (*self.kv.shape[:2], self.key_dim // 2):
-            raise ValueError(
-                f"phase must be {(*self.kv.shape[:2], self.key_dim // 2)} to match kv, got {tuple(self.phase.shape)}"
+            raise ArgumentError(
+                "phase", f"must be {(*self.kv.shape[:2], self.key_dim // 2)} to match kv, got {tuple(self.phase.shape)}"
             )
         if self.conv_state is not None:
             check_tensor_member("conv_state", self.conv_state, FLOAT_DTYPES)
             if self.conv_state.ndim != 3 or len(self.conv_state) != len(self.kv):
-                raise ValueError(
-                    f"conv_state must be ({len(self.kv)}, tokens, channels) to match kv, "
-                    f"got {tuple(self.conv_state.shape)}"
+                raise ArgumentError(
+                    "conv_state",
+                    f"must be ({len(self.kv)}, tokens, channels) to match kv, got {tuple(self.conv_state.shape)}",
                 )
         for name, tensor in self._tensors().items():
             if tensor.device != self.kv.device:
-                raise ValueError(f"{name} must be on the device of kv, {self.kv.device}; got {tensor.device}")
+                raise ArgumentError(name, f"must be on the device of kv, {self.kv.device}; got {tensor.device}")
 
     @classmethod
     def zeros(
@@ -125,12 +127,12 @@ class State(TensorRecord):
     def cat(cls, states: Sequence[State]) -> State:
         """Joins states into one batch."""
         if not states:
-            raise ValueError("states must hold at least one state, got none")
+            raise ArgumentError("states", "must hold at least one state, got none")
         kinds = sorted({(s.power, s.key_dim, s.heads, s.value_dim, s.phase is not None, conv_shape(s)) for s in states})
         if len(kinds) > 1:
-            raise ValueError(
-                "states to be joined must agree in (power, key dim, heads, value dim, rotated, short_conv); "
-                f"got {kinds}"
+            raise ArgumentError(
+                "states",
+                f"to be joined must agree in (power, key dim, heads, value dim, rotated, short_conv); got {kinds}",
             )
         phases = [s.phase for s in states if s.phase is not None]
         inputs = [s.conv_state for s in states if s.conv_state is not None]
@@ -165,14 +167,14 @@ class State(TensorRecord):
             check_features(members["key_dim"], members["power"])
             state = cls(**members)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"path must name a file written by State.save: {error}") from error
+            raise ArgumentError("path", f"must name a file written by State.save: {error}") from error
         return state.to(device)
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
     tensors, words = tensor_file.load(path, FORMAT)
     if missing := {"kv", "normalizer", "power", "key_dim"} - tensors.keys() - words.keys():
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
     return {"phase": None, **tensors, **{name: int(words[name]) for name in ("power", "key_dim")}}
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.settings import check_degree, check_features, symmetric_dim
 
 Table = TypeVar("Table")
@@ -44,9 +45,11 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
     """
     check_degree(power)
     if x.ndim < 1:
-        raise ValueError("x must have at least one axis, got a scalar tensor")
+        raise ArgumentError("x", "must have at least one axis, got a scalar tensor")
     if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, since features have square roots as weights; got {x.dtype}")
+        raise ArgumentTypeError(
+            "x", f"must be floating point, since features have square roots as weights; got {x.dtype}"
+        )
     check_features(x.shape[-1], power)
     if x.ndim == 1:
         return symmetric_power_rows(x.unsqueeze(-1), power).squeeze(-1)
@@ -85,7 +88,7 @@ def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     and rescales from plain monomials to weighted ones.
     """
     if matrix.ndim != 2:
-        raise ValueError(f"matrix must have two axes, got shape {tuple(matrix.shape)}")
+        raise ArgumentError("matrix", f"must have two axes, got shape {tuple(matrix.shape)}")
     check_degree(power)
     rows, columns = matrix.shape
     # Column by column: (P x)_{α_1} ⋯ (P x)_{α_p} is a polynomial in x, and its coefficients are collected by

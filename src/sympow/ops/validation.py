@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.state import FLOAT_DTYPES, State
 
 
@@ -34,13 +35,17 @@ def check_tensors(
     batch, length, heads, dim = k.shape
     pairs = dim // 2
     if theta is None and beta is not None:
-        raise ValueError("beta scales the rotation rates theta, but theta is None; pass theta (see rotary_rates) too")
+        raise ArgumentError(
+            "beta", "scales the rotation rates theta, but theta is None; pass theta (see rotary_rates) too"
+        )
     if theta is not None:
         if dim % 2:
-            raise ValueError(f"theta rotates pairs of entries, so q and k need an even head dim; got {dim}")
+            raise ArgumentError("theta", f"rotates pairs of entries, so q and k need an even head dim; got {dim}")
         _check_side_input("theta", theta, q.device)
         if theta.shape != (pairs,):
-            raise ValueError(f"theta must have shape ({pairs},), a rate per pair of entries; got {tuple(theta.shape)}")
+            raise ArgumentError(
+                "theta", f"must have shape ({pairs},), a rate per pair of entries; got {tuple(theta.shape)}"
+            )
     for name, tensor in (("log_gamma", log_gamma), ("beta", beta)):
         if tensor is None:
             continue
@@ -49,30 +54,32 @@ def check_tensors(
         if dim % 2 == 0:
             shapes.append((batch, length, heads, pairs))
         if tuple(tensor.shape) not in shapes:
-            raise ValueError(
-                f"{name} must have shape {' or '.join(map(str, shapes))}, like k without or with its last axis in "
-                f"pairs; got {tuple(tensor.shape)}"
+            raise ArgumentError(
+                name,
+                f"must have shape {' or '.join(map(str, shapes))}, like k without or with its last axis in "
+                f"pairs; got {tuple(tensor.shape)}",
             )
     if log_gamma is not None and _values_readable(log_gamma) and bool((log_gamma > 0).any()):
-        raise ValueError(
-            "log_gamma must not be positive: gates lie between 0 and 1, and are given as logarithms; "
-            f"got a maximum of {log_gamma.max().item():.6g}"
+        raise ArgumentError(
+            "log_gamma",
+            "must not be positive: gates lie between 0 and 1, and are given as logarithms; "
+            f"got a maximum of {log_gamma.max().item():.6g}",
         )
 
 
 def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
     """The offsets of packed documents, as far as that needs no wait for a device."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+        raise ArgumentTypeError("cu_seqlens", f"must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        raise ArgumentTypeError("cu_seqlens", f"must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(
-            "cu_seqlens must be one axis of at least two offsets, (documents + 1,); "
-            f"got shape {tuple(cu_seqlens.shape)}"
+        raise ArgumentError(
+            "cu_seqlens",
+            f"must be one axis of at least two offsets, (documents + 1,); got shape {tuple(cu_seqlens.shape)}",
         )
     if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1; got {q.shape[0]}")
+        raise ArgumentError("cu_seqlens", f"packs documents into one row, so the batch must be 1; got {q.shape[0]}")
     if _values_readable(cu_seqlens):
         document_offsets(cu_seqlens, q.shape[1])
 
@@ -81,12 +88,14 @@ def document_offsets(cu_seqlens: Tensor, length: int) -> list[int]:
     """The offsets of packed documents as numbers, checked."""
     offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+        raise ArgumentError("cu_seqlens", f"must start at 0, got {offsets[0]}")
     if offsets[-1] != length:
-        raise ValueError(f"cu_seqlens must end at the length, {length}; got {offsets[-1]}")
+        raise ArgumentError("cu_seqlens", f"must end at the length, {length}; got {offsets[-1]}")
     for before, after in pairwise(offsets):
         if after <= before:
-            raise ValueError(f"cu_seqlens must increase from each document to the next, got {after} after {before}")
+            raise ArgumentError(
+                "cu_seqlens", f"must increase from each document to the next, got {after} after {before}"
+            )
     return offsets
 
 
@@ -94,7 +103,7 @@ def check_state(
     state: State, q: Tensor, k: Tensor, v: Tensor, power: int, rotated: bool, documents: int | None
 ) -> None:
     if not isinstance(state, State):
-        raise TypeError(f"initial_state must be a sympow.State, got {type(state).__name__}")
+        raise ArgumentTypeError("initial_state", f"must be a sympow.State, got {type(state).__name__}")
     batch = q.shape[0] if documents is None else documents
     counted = "the batch" if documents is None else "the number of documents"
     expectations = (
@@ -106,44 +115,47 @@ def check_state(
     )
     for what, came, expected, source in expectations:
         if came != expected:
-            raise ValueError(f"initial_state has {what} {came}, but {source} is {expected}")
+            raise ArgumentError("initial_state", f"has {what} {came}, but {source} is {expected}")
     if state.kv.device != q.device:
-        raise ValueError(f"initial_state is on {state.kv.device}, but q is on {q.device}")
+        raise ArgumentError("initial_state", f"is on {state.kv.device}, but q is on {q.device}")
     if state.conv_state is not None:
-        raise ValueError("initial_state was made by a layer with short_conv: pass it to that layer")
+        raise ArgumentError("initial_state", "was made by a layer with short_conv: pass it to that layer")
     if rotated and state.phase is None:
-        raise ValueError("initial_state has no phase, so it was made without rotation; but theta is given")
+        raise ArgumentError("initial_state", "has no phase, so it was made without rotation; but theta is given")
     if not rotated and state.phase is not None:
-        raise ValueError("initial_state has a phase, so it was made with rotation; but theta is None")
+        raise ArgumentError("initial_state", "has a phase, so it was made with rotation; but theta is None")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            raise ArgumentTypeError(name, f"must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
-            raise ValueError(f"{name} must be (batch, time, heads, dim), got shape {tuple(tensor.shape)}")
+            raise ArgumentError(name, f"must be (batch, time, heads, dim), got shape {tuple(tensor.shape)}")
         if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16; got {tensor.dtype}")
+            raise ArgumentTypeError(name, f"must be float64, float32, bfloat16 or float16; got {tensor.dtype}")
         if tensor.dtype != q.dtype:
-            raise TypeError(f"q, k and v must share a dtype; q is {q.dtype}, but {name} is {tensor.dtype}")
+            raise ArgumentTypeError("q", f", k and v must share a dtype; q is {q.dtype}, but {name} is {tensor.dtype}")
         if tensor.device != q.device:
-            raise ValueError(f"q, k and v must share a device; q is on {q.device}, but {name} is on {tensor.device}")
+            raise ArgumentError(
+                "q", f", k and v must share a device; q is on {q.device}, but {name} is on {tensor.device}"
+            )
         late = late_queries and tensor.shape[0] == q.shape[0] and q.shape[1] < k.shape[1] == v.shape[1]
         if tensor.shape[:2] != q.shape[:2] and not late:
             besides = ", except that q can be of the last tokens alone" if late_queries else ""
-            raise ValueError(
-                f"q, k and v must share batch and time{besides}; q has {tuple(q.shape[:2])}, but {name} has "
-                f"{tuple(tensor.shape[:2])}"
+            raise ArgumentError(
+                "q",
+                f", k and v must share batch and time{besides}; q has {tuple(q.shape[:2])}, but {name} has "
+                f"{tuple(tensor.shape[:2])}",
             )
         if 0 in (tensor.shape[0], *tensor.shape[2:]):
-            raise ValueError(f"{name} must not be empty in batch, heads or dim; got shape {tuple(tensor.shape)}")
+            raise ArgumentError(name, f"must not be empty in batch, heads or dim; got shape {tuple(tensor.shape)}")
     if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v must have the same heads; got {k.shape[2]} and {v.shape[2]}")
+        raise ArgumentError("k", f"and v must have the same heads; got {k.shape[2]} and {v.shape[2]}")
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}")
+        raise ArgumentError("q", f"and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(
+        raise UserError(
             f"the heads of q must be a multiple of those of k, each key head having as many query heads; "
             f"got {q.shape[2]} and {k.shape[2]}"
         )
@@ -151,11 +163,13 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
 
 def _check_side_input(name: str, tensor: Tensor, device: torch.device) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        raise ArgumentTypeError(name, f"must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} must be float32 or float64, since it is summed over the sequence; got {tensor.dtype}")
+        raise ArgumentTypeError(
+            name, f"must be float32 or float64, since it is summed over the sequence; got {tensor.dtype}"
+        )
     if tensor.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}; got {tensor.device}")
+        raise ArgumentError(name, f"must be on the device of q, {device}; got {tensor.device}")
 
 
 def _values_readable(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_choice, check_positive
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import DERIVED, conv_shape, register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
@@ -102,9 +103,9 @@ class Window(PortableWindow):
         check_positive("capacity", capacity)
         for name, value in (("dtype", dtype), ("key_dtype", key_dtype)):
             if value is not None and value not in FLOAT_DTYPES:
-                raise TypeError(f"{name} must be one of {', '.join(map(str, FLOAT_DTYPES))}; got {value}")
+                raise ArgumentTypeError(name, f"must be one of {', '.join(map(str, FLOAT_DTYPES))}; got {value}")
         if (rotated or gate_per_pair) and key_dim % 2:
-            raise ValueError(f"key_dim must be even for pairs of entries to be rotated or gated, got {key_dim}")
+            raise ArgumentError("key_dim", f"must be even for pairs of entries to be rotated or gated, got {key_dim}")
         key_dtype = key_dtype or compute_dtype(dtype)
         gates = key_dim // 2 if gate_per_pair else 1
         # Zeros, not uninitialized memory: masked rows still take part in products, where NaN would spread.
@@ -139,7 +140,7 @@ class Window(PortableWindow):
             copy: whether to copy the state; otherwise folds overwrite it, for states too large to hold twice.
         """
         if not isinstance(state, State):
-            raise TypeError(f"state must be a sympow.State, got {type(state).__name__}")
+            raise ArgumentTypeError("state", f"must be a sympow.State, got {type(state).__name__}")
         window = cls.empty(
             state.batch,
             state.heads,
@@ -211,21 +212,22 @@ class Window(PortableWindow):
             sequence: the state, or the window, of one sequence. A window must fit into the capacity.
         """
         if not 0 <= row < self.keys.shape[0]:
-            raise ValueError(f"row must be between 0 and {self.keys.shape[0] - 1}, got {row}")
+            raise ArgumentError("row", f"must be between 0 and {self.keys.shape[0] - 1}, got {row}")
         if isinstance(sequence, State):
             like: dict[str, Any] = {"dtype": self.values.dtype, "key_dtype": self.keys.dtype}
             per_pair = self.decay.shape[-1] > 1
             sequence = Window.open(sequence, capacity=self.capacity, gate_per_pair=per_pair, copy=False, **like)
         if not isinstance(sequence, Window):
-            raise TypeError(f"sequence must be a sympow.State or a Window, got {type(sequence).__name__}")
+            raise ArgumentTypeError("sequence", f"must be a sympow.State or a Window, got {type(sequence).__name__}")
         fitted = sequence if sequence.capacity == self.capacity else sequence.resized(self.capacity)
         kinds = [w._kind for w in (fitted, self)]
         if fitted.keys.shape[0] != 1 or kinds[0] != kinds[1] or (self.kv is None and fitted.kv is not None):
-            raise ValueError(
-                "sequence must be one sequence and agree with the window in (power, heads, key dim, value dim, gates, "
+            raise ArgumentError(
+                "sequence",
+                "must be one sequence and agree with the window in (power, heads, key dim, value dim, gates, "
                 "rotated, short_conv), and have no state where the window has none; "
                 f"got {fitted.keys.shape[0]} of {kinds[0]}, "
-                f"expected 1 of {kinds[1]}"
+                f"expected 1 of {kinds[1]}",
             )
         for name in ("keys", "values", "decay", "count", "arrivals", "phase", "kv", "normalizer", "conv_state"):
             target, source = getattr(self, name), getattr(fitted, name)
@@ -243,8 +245,8 @@ class Window(PortableWindow):
         """
         check_positive("capacity", capacity)
         if capacity < self.tokens:
-            raise ValueError(
-                f"capacity must be at least {self.tokens}, the tokens that the window holds; got {capacity}"
+            raise ArgumentError(
+                "capacity", f"must be at least {self.tokens}, the tokens that the window holds; got {capacity}"
             )
 
         def fitted(x: Tensor, axis: int) -> Tensor:
@@ -268,13 +270,14 @@ class Window(PortableWindow):
     def cat(cls, windows: abc.Sequence[Window]) -> Window:
         """Joins windows, of any numbers of tokens, into one batch with just the capacity for the longest."""
         if not windows:
-            raise ValueError("windows must hold at least one window, got none")
+            raise ArgumentError("windows", "must hold at least one window, got none")
         kinds = {(*w._kind, w.kv is not None) for w in windows}
         if len(kinds) > 1:
-            raise ValueError(
-                "windows to be joined must agree in (power, heads, key dim, value dim, gates, rotated, short_conv, "
+            raise ArgumentError(
+                "windows",
+                "to be joined must agree in (power, heads, key dim, value dim, gates, rotated, short_conv, "
                 "with a state); "
-                f"got {sorted(kinds)}"
+                f"got {sorted(kinds)}",
             )
         tokens = max(window.tokens for window in windows)
         resized = [window.resized(max(1, tokens)) for window in windows]
@@ -307,7 +310,7 @@ class Window(PortableWindow):
         """
         sequence = self._check(q, k, v, log_gamma, beta, theta)
         if sequence.length != 1:
-            raise ValueError(f"q, k and v must be one token long, (b, 1, h, d); got {sequence.length}")
+            raise ArgumentError("q", f", k and v must be one token long, (b, 1, h, d); got {sequence.length}")
         chosen = self._backend(backend, q.device.type, q.dtype)
         if _on_host():
             if self.tokens == self.capacity:
@@ -461,28 +464,29 @@ class Window(PortableWindow):
         )
         for what, came, expected in expectations:
             if came != expected:
-                raise ValueError(f"k has {what} {came}, but the window was made for {expected}")
+                raise ArgumentError("k", f"has {what} {came}, but the window was made for {expected}")
         if v.shape[3] != self.value_dim:
-            raise ValueError(f"v has head dim {v.shape[3]}, but the window was made for {self.value_dim}")
+            raise ArgumentError("v", f"has head dim {v.shape[3]}, but the window was made for {self.value_dim}")
         if v.dtype != self.values.dtype:
-            raise TypeError(f"v is in {v.dtype}, but the window was made for {self.values.dtype}")
+            raise ArgumentTypeError("v", f"is in {v.dtype}, but the window was made for {self.values.dtype}")
         if v.device != self.values.device:
-            raise ValueError(f"v is on {v.device}, but the window is on {self.values.device}")
+            raise ArgumentError("v", f"is on {v.device}, but the window is on {self.values.device}")
         if (theta is None) != (self.phase is None):
             made, used = ("without", "with") if self.phase is None else ("with", "without")
-            raise ValueError(f"theta: the window was made {made} rotation, but is used {used}")
+            raise UserError(f"theta: the window was made {made} rotation, but is used {used}")
         if log_gamma is not None and log_gamma.ndim == 4 and log_gamma.shape[-1] != self.decay.shape[-1]:
-            raise ValueError("log_gamma has a gate per rotated pair, but the window was made for one per head")
+            raise ArgumentError("log_gamma", "has a gate per rotated pair, but the window was made for one per head")
         sequence = Sequence(q, k, v, log_gamma, beta, theta, self.power)
         if sequence.needs_grad:
-            raise ValueError("the inputs of a window's step must not require gradients: steps are not differentiable")
+            raise UserError("the inputs of a window's step must not require gradients: steps are not differentiable")
         return sequence
 
     def _check_room(self, tokens: int) -> None:
         if self.tokens + tokens > self.capacity:
-            raise ValueError(
-                f"k holds {tokens} tokens, but the window has room for {self.capacity - self.tokens} of its "
-                f"{self.capacity}"
+            raise ArgumentError(
+                "k",
+                f"holds {tokens} tokens, but the window has room for {self.capacity - self.tokens} of its "
+                f"{self.capacity}",
             )
 
     def _backend(self, backend: str, device: str, dtype: torch.dtype) -> str:
@@ -552,7 +556,7 @@ class Window(PortableWindow):
         if self.kv is None or self.kv_half is not None or not copied:
             return
         if _captured():
-            raise ValueError("a window's copy of its state cannot be made inside a CUDA graph: call step once before")
+            raise UserError("a window's copy of its state cannot be made inside a CUDA graph: call step once before")
         self.kv_half = torch.empty_like(self.kv, dtype=torch.float16)
         self.kv_scale = torch.empty_like(self.kv[..., 0], memory_format=torch.contiguous_format)
         self.refresh_copy()
@@ -565,7 +569,7 @@ class Window(PortableWindow):
             self._ensure_copy()  # replays of this fold would not write to a copy that is made later
         if self.kv is None or self.normalizer is None:
             if not _on_host():
-                raise ValueError(
+                raise UserError(
                     "a window's first state cannot be made inside a CUDA graph or torch.compile: call fold once before"
                 )
             heads = (*self.keys.shape[:2], symmetric_dim(self.key_dim, self.power))

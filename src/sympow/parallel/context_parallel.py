@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.checks import check_bool
+from sympow.errors import ArgumentError
 from sympow.ops import interface as operator
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
@@ -147,7 +148,7 @@ def _attention_on_shards(
     initial_state, return_state = states["initial_state"], states["return_state"]
     shards = as_shards(shards, q.shape[1])
     if shards.cu_seqlens is not None and (initial_state is not None or return_state):
-        raise ValueError("initial_state and return_state cannot be combined with shards of packed documents")
+        raise ArgumentError("initial_state", "and return_state cannot be combined with shards of packed documents")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
         return operator.attention(**_arguments(sequence), cu_seqlens=documents, **states, **execution)
@@ -156,7 +157,7 @@ def _attention_on_shards(
     check_tensors(q, k, v, sequence.log_gamma, sequence.beta, theta)
     shards.check_length("q", q.shape[1])
     if shards.cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1; got {q.shape[0]}")
+        raise ArgumentError("cu_seqlens", f"packs documents into one row, so the batch must be 1; got {q.shape[0]}")
     if initial_state is not None:
         check_state(initial_state, q, k, v, power, theta is not None, None)
     with without_autocast(q.device):
@@ -337,12 +338,13 @@ def softmax_attention(
     shards = as_shards(shards, q.shape[1])
     for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
         if given:
-            raise ValueError(
-                f"{name} cannot be combined with shards in softmax attention: its state would be the keys and values "
-                "of all ranks"
+            raise ArgumentError(
+                name,
+                "cannot be combined with shards in softmax attention: its state would be the keys and values "
+                "of all ranks",
             )
     if mask is not None:
-        raise ValueError("mask cannot be combined with shards in softmax attention")
+        raise ArgumentError("mask", "cannot be combined with shards in softmax attention")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
         return softmax.softmax_attention(q, k, v, log_gamma, beta, theta, documents)

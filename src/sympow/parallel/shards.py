@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.checks import check_at_least, check_choice
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.ops.validation import document_offsets
 
 # The dimension of a device mesh over which sequences are sharded.
@@ -45,14 +46,14 @@ class Shards:
         object.__setattr__(self, "group", as_group(self.group))
         object.__setattr__(self, "lengths", tuple(self.lengths))
         if len(self.lengths) != self.group.size():
-            raise ValueError(
-                f"lengths must have an entry for each of {self.group.size()} ranks, got {len(self.lengths)}"
+            raise ArgumentError(
+                "lengths", f"must have an entry for each of {self.group.size()} ranks, got {len(self.lengths)}"
             )
         for length in self.lengths:
             check_at_least("lengths", length, 0)
         check_choice("exchange", self.exchange, EXCHANGES)
         if self.cu_seqlens is not None and not isinstance(self.cu_seqlens, Tensor):
-            raise TypeError(f"cu_seqlens must be a tensor, got {type(self.cu_seqlens).__name__}")
+            raise ArgumentTypeError("cu_seqlens", f"must be a tensor, got {type(self.cu_seqlens).__name__}")
 
     @classmethod
     def even(
@@ -157,15 +158,15 @@ class Shards:
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """The shard of this rank, of a tensor that has the whole sequence along `dim`."""
         if x.shape[dim] != self.total:
-            raise ValueError(
-                f"x must have the whole sequence, {self.total} tokens, along dim {dim}; got {x.shape[dim]}"
+            raise ArgumentError(
+                "x", f"must have the whole sequence, {self.total} tokens, along dim {dim}; got {x.shape[dim]}"
             )
         return x.narrow(dim, self.start, self.length)
 
     def check_length(self, name: str, length: int) -> None:
         if length != self.length:
-            raise ValueError(
-                f"{name} must have the {self.length} tokens of rank {self.rank} of {self.size}; got {length}"
+            raise ArgumentError(
+                name, f"must have the {self.length} tokens of rank {self.rank} of {self.size}; got {length}"
             )
 
 
@@ -203,11 +204,11 @@ def as_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     if not isinstance(group, DeviceMesh):
-        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+        raise ArgumentTypeError("group", f"must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     if MESH_DIM in (group.mesh_dim_names or ()):
         return group.get_group(MESH_DIM)
     if group.ndim != 1:
-        raise ValueError(f"group must have one dimension, or one named {MESH_DIM!r}; got {group.mesh_dim_names}")
+        raise ArgumentError("group", f"must have one dimension, or one named {MESH_DIM!r}; got {group.mesh_dim_names}")
     return group.get_group()
 
 

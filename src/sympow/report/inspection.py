@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sympow.checks import check_at_least
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer, beginning_of
+from sympow.errors import UserError
 from sympow.evaluate.head_statistics import LayerCapture, capture
 from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
@@ -69,13 +70,13 @@ def inspect_text(
     all_ids = text_model.encode(text)
     beginning = len(beginning_of(text_model.tokenizer))
     if all_ids.shape[1] == beginning:
-        raise ValueError("the text must not be empty")
+        raise UserError("the text must not be empty")
     # What begins every text is not counted.
     read = all_ids[:, : tokens + beginning]
     layers = capture(text_model.model, lambda: Prefix.prefill(text_model.model, read, segment_size=segment_size))
     config = text_model.model.config
     if all(layer.log_gamma is None and layer.beta is None for layer in layers):
-        raise ValueError(
+        raise UserError(
             "the model has nothing to show: neither its decay nor a scale of its rotation depends on the text "
             f"(gating={config.gating!r}, rotary={config.rotary!r})"
         )

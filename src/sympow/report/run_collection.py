@@ -10,6 +10,7 @@ from typing import Any
 
 from sympow.data.associative_recall import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
+from sympow.errors import ArgumentError, UserError
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads
 from sympow.parsing import read_yaml
@@ -106,7 +107,7 @@ def collect(paths: Sequence[Path]) -> Collection:
         else:
             notes.append(f"{name} has no logged step yet and is omitted.")
     if not runs:
-        raise ValueError(f"no run in {_listed(paths)} has a logged step yet")
+        raise UserError(f"no run in {_listed(paths)} has a logged step yet")
     evaluations, more_notes = find_evaluations([*paths, *folders], {run.folder: run.name for run in runs})
     runs = [replace(run, evaluation=evaluations.get(run.folder)) for run in runs]
     return collection_of(runs, notes, more_notes)
@@ -134,10 +135,10 @@ def _find_runs(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            raise ValueError(f"runs must be folders, and {path} is none")
+            raise ArgumentError("runs", f"must be folders, and {path} is none")
         here = list(_runs_in(path))
         if not here:
-            raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
+            raise UserError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
         for folder in here:
             found.setdefault(folder.resolve(), folder)
     return [found[key] for key in sorted(found)]
@@ -170,9 +171,9 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 def _settings(content: Any, source: object) -> dict[str, Any]:
     """All fields of a config. Those that this version does not know, of results, are kept."""
     if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in SECTIONS):
-        raise ValueError(f"{source} must map the sections {', '.join(SECTIONS)} to fields")
+        raise UserError(f"{source} must map the sections {', '.join(SECTIONS)} to fields")
     if missing := [f.name for part, kind in SECTIONS.items() for f in fields(kind) if f.name not in content[part]]:
-        raise ValueError(f"{source} lacks {', '.join(missing)}")
+        raise UserError(f"{source} lacks {', '.join(missing)}")
     return {name: value for part in SECTIONS for name, value in content[part].items()}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sympow.data.provenance import FILE as TRAINED_ON_FILE
 from sympow.data.provenance import TrainedOn
+from sympow.errors import UserError
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
 from sympow.extras import require
 from sympow.files import write_atomically
@@ -78,7 +79,7 @@ def measure_missing_heads(collection: Collection, device: str) -> Collection:
             try:
                 trained_on = TrainedOn.find(run.folder / EXPORT)
                 if trained_on is None:
-                    raise ValueError(f"its model lacks {TRAINED_ON_FILE}")
+                    raise UserError(f"its model lacks {TRAINED_ON_FILE}")
                 batches = held_out_rows(run.settings | {"data": trained_on.source})
                 table = measure_heads(load_model(run.folder / EXPORT, device), batches, run.settings["data"])
             except ValueError as error:

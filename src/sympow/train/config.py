@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from sympow.checks import Decay, NaturalInt, NonNegative, PositiveInt, Range, check_fields
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.parsing import LARGEST_YAML, parse_yaml
@@ -205,28 +206,30 @@ class TrainConfig(Sections):
     def __post_init__(self) -> None:
         for name, kind in SECTIONS.items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}")
+                raise ArgumentTypeError(name, f"must be a {kind.__name__}, got {type(getattr(self, name)).__name__}")
         if self.run.batch_tokens % self.data.context:
-            raise ValueError(
-                f"batch_tokens must be a multiple of the context, {self.data.context}; got {self.run.batch_tokens}"
+            raise ArgumentError(
+                "batch_tokens", f"must be a multiple of the context, {self.data.context}; got {self.run.batch_tokens}"
             )
         if self.run.context_parallel > self.data.context:
-            raise ValueError(
-                f"context_parallel must leave each process a token of the context, {self.data.context}; "
-                f"got {self.run.context_parallel}"
+            raise ArgumentError(
+                "context_parallel",
+                f"must leave each process a token of the context, {self.data.context}; got {self.run.context_parallel}",
             )
         if self.model.rotary not in DATA_DEPENDENT:
             for name in ("rotation_rate", "rotation_gradient", "rotation_init"):
                 value = getattr(self.optimizer, name)
                 if value != OptimizerConfig.__dataclass_fields__[name].default:
-                    raise ValueError(
-                        f"{name} is for rotations that depend on the data, such as rotary='scale'; got {value} with "
-                        f"rotary={self.model.rotary!r}"
+                    raise ArgumentError(
+                        name,
+                        f"is for rotations that depend on the data, such as rotary='scale'; got {value} with "
+                        f"rotary={self.model.rotary!r}",
                     )
         if self.run.context_parallel > 1 and self.model.short_conv:
-            raise ValueError(
-                f"short_conv is not supported with context_parallel above 1, got {self.model.short_conv} and "
-                f"{self.run.context_parallel}"
+            raise ArgumentError(
+                "short_conv",
+                f"is not supported with context_parallel above 1, got {self.model.short_conv} and "
+                f"{self.run.context_parallel}",
             )
 
     @property
@@ -243,22 +246,23 @@ class TrainConfig(Sections):
         """From sections of fields; missing ones have their defaults, unknown ones are refused."""
         content = parse_yaml(text)
         if content is None:
-            raise ValueError(f"a config must have sections ({', '.join(SECTIONS)}), but this one is empty")
+            raise UserError(f"a config must have sections ({', '.join(SECTIONS)}), but this one is empty")
         if not isinstance(content, Mapping):
-            raise ValueError(f"a config must map sections to fields, got {type(content).__name__}")
+            raise UserError(f"a config must map sections to fields, got {type(content).__name__}")
         sections = {}
         for title, section in content.items():
             if title not in SECTIONS:
-                raise ValueError(f"a config has the sections {', '.join(SECTIONS)}; got {title!r}")
+                raise UserError(f"a config has the sections {', '.join(SECTIONS)}; got {title!r}")
             if not isinstance(section, Mapping | None):
-                raise ValueError(f"{title} must map fields to values, got {type(section).__name__}")
+                raise ArgumentError(title, f"must map fields to values, got {type(section).__name__}")
             if title == "model" and not section:
-                raise ValueError(
-                    "model must have fields, such as layers and width, or be left out for the default model; got none"
+                raise ArgumentError(
+                    "model",
+                    "must have fields, such as layers and width, or be left out for the default model; got none",
                 )
             unknown = set(section or {}) - _names(SECTIONS[title])
             if unknown:
-                raise ValueError(f"{title} has no field {', '.join(sorted(map(str, unknown)))}")
+                raise ArgumentError(title, f"has no field {', '.join(sorted(map(str, unknown)))}")
             sections[title] = SECTIONS[title](**_with_exponents(SECTIONS[title], section or {}))
         return cls(**sections)
 
@@ -270,9 +274,9 @@ class TrainConfig(Sections):
             with Path(path).open(encoding="utf-8") as file:
                 return cls.from_yaml(file.read(LARGEST_YAML + 1))
         except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise UserError(f"{path}: {error}") from error
 
 
 def laptop() -> TrainConfig:
@@ -330,5 +334,5 @@ def _with_exponents(kind: type[Any], section: Mapping[str, Any]) -> dict[str, An
             try:
                 values[name] = float(value)
             except ValueError as error:
-                raise ValueError(f"{name} must be a number, got {value!r}") from error
+                raise ArgumentError(name, f"must be a number, got {value!r}") from error
     return values

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sympow.checks import choose_device
 from sympow.data.loader import Batch
+from sympow.errors import ArgumentError
 from sympow.invocation import under_torchrun
 from sympow.parallel.shards import MESH_DIM, Shards
 
@@ -169,8 +170,8 @@ def check_same(settings: Mapping[str, object], place: Place) -> None:
         for name in sorted({*of_all[0], *others}):
             first, other = of_all[0].get(name), others.get(name)
             if first != other:
-                raise ValueError(
-                    f"{name} must be the same in all processes; rank 0 has {first!r}, rank {rank} {other!r}"
+                raise ArgumentError(
+                    name, f"must be the same in all processes; rank 0 has {first!r}, rank {rank} {other!r}"
                 )
 
 
@@ -199,8 +200,8 @@ class Mesh:
 def make_mesh(place: Place, context_parallel: int) -> Mesh:
     """The mesh in which `context_parallel` processes shard each sequence. All processes call it."""
     if place.world_size % context_parallel:
-        raise ValueError(
-            f"context_parallel must divide the number of processes, {place.world_size}; got {context_parallel}"
+        raise ArgumentError(
+            "context_parallel", f"must divide the number of processes, {place.world_size}; got {context_parallel}"
         )
     data_size = place.world_size // context_parallel
     if context_parallel == 1:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sympow.data.loader import Batch, Loader
+from sympow.errors import ArgumentError, UserError
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.train.checkpoint import Checkpoints
 from sympow.train.config import OptimizerConfig, RunConfig
@@ -235,7 +236,7 @@ class Training:
         newest = self.checkpoints.newest()
         if newest is None and (self.folder / EXPORT).exists():
             # Starting from the beginning would replace it.
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} has a trained model, but no checkpoint to resume from: choose another folder"
             )
         if newest is None:
@@ -244,7 +245,7 @@ class Training:
         path, content = newest
         step, progress = content["step"], content["progress"]
         if step > self.settings.steps:
-            raise ValueError(f"steps must be at least the {step:,} of {path}, got {self.settings.steps:,}")
+            raise ArgumentError("steps", f"must be at least the {step:,} of {path}, got {self.settings.steps:,}")
         _check_same_model(progress["config"]["model"], self.record["model"], path)
         self.loader.load_state_dict(progress["loader"])
         self.checkpoints.load(path, self.objective.module, self.optimizer)
@@ -335,10 +336,10 @@ def _frozen_garbage() -> Iterator[None]:
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     if missing := [name for name in wanted if name not in saved]:
-        raise ValueError(f"{path} lacks {', '.join(missing)} of its model's config")
+        raise UserError(f"{path} lacks {', '.join(missing)} of its model's config")
     for name, value in wanted.items():
         if name not in EXECUTION_OPTIONS and saved[name] != value:
-            raise ValueError(f"{name} must be that of {path}, {saved[name]!r}; got {value!r}")
+            raise ArgumentError(name, f"must be that of {path}, {saved[name]!r}; got {value!r}")
 
 
 def _abbreviated(numbers: list[int], limit: int = 32) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from sympow.errors import UserError
 from sympow.extras import require
 from sympow.files import naming, write_atomically
 
@@ -123,9 +124,9 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+            raise UserError(f"{path}: line {number} is not JSON: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("step"), int):
-            raise ValueError(f"{path}: line {number} has no step")
+            raise UserError(f"{path}: line {number} has no step")
         found.append(content)
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sympow.errors import ArgumentError, UserError
 from sympow.files import check_can_write, missing_folders, remove_empty
 from sympow.locks import HeldLock, lock_file, read_note
 from sympow.train.distributed import Place
@@ -101,12 +102,14 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Claim]:
 def _check_is_free(folder: Path) -> None:
     """Raises a ValueError for a folder with a run or with other files, among which those of a run would be lost."""
     if (folder / CONFIG_FILE).exists():
-        raise ValueError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
+        raise UserError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
     # A run that ended before its first step may have left files without a config.
     others = sorted(path.name for path in folder.iterdir() if path.name not in OWN and not path.name.startswith("."))
     if others:
         named = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-        raise ValueError(f"out must be a new or empty folder, or that of a run; {folder} has other files ({named})")
+        raise ArgumentError(
+            "out", f"must be a new or empty folder, or that of a run; {folder} has other files ({named})"
+        )
 
 
 def _make(folder: Path) -> tuple[Path, list[Path]]:
@@ -138,7 +141,7 @@ def _lock(folder: Path) -> Iterator[HeldLock]:
         try:
             lock = held.enter_context(lock_file(folder / LOCK_FILE, wait=False))
         except BlockingIOError as error:
-            raise ValueError(
+            raise UserError(
                 f"{folder} is in use by {_holder(folder)}: stop that run first, or choose another folder"
             ) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -19,6 +19,7 @@ from sympow.data.loader import Loader
 from sympow.data.open import open_dataset
 from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import Tokenizer
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
@@ -156,7 +157,9 @@ class _Data:
             for member in ("vocab_size", "boundary"):
                 expected, came = getattr(data.training, member), getattr(data.heldout, member)
                 if came != expected:
-                    raise ValueError(f"heldout must have the {member} of what is trained on, {expected}; got {came}")
+                    raise ArgumentError(
+                        "heldout", f"must have the {member} of what is trained on, {expected}; got {came}"
+                    )
         return data
 
 
@@ -168,33 +171,36 @@ def _check_arguments(
     heldout: TokenDataset | None,
 ) -> None:
     if not isinstance(config, TrainConfig):
-        raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
+        raise ArgumentTypeError("config", f"must be a TrainConfig, got {type(config).__name__}")
     if out == "":
-        raise ValueError("out must name a folder, got ''")
+        raise ArgumentError("out", "must name a folder, got ''")
     if resume and out is None:
-        raise ValueError("out must name the run to resume, got None")
+        raise ArgumentError("out", "must name the run to resume, got None")
     for name, given in (("dataset", dataset), ("heldout", heldout)):
         if given is not None and not hasattr(given, "fingerprint"):
-            raise TypeError(
-                f"{name} must be a dataset, such as sympow.data.open_dataset returns, or None for what the config "
-                f"names; got {type(given).__name__}"
+            raise ArgumentTypeError(
+                name,
+                f"must be a dataset, such as sympow.data.open_dataset returns, or None for what the config "
+                f"names; got {type(given).__name__}",
             )
     if config.run.evaluate_every and heldout is None and dataset is not None:
-        raise ValueError(
-            "heldout must be given with dataset to evaluate: the config names held-out documents of other data; got "
-            f"None and an evaluate_every of {config.run.evaluate_every}"
+        raise ArgumentError(
+            "heldout",
+            "must be given with dataset to evaluate: the config names held-out documents of other data; got "
+            f"None and an evaluate_every of {config.run.evaluate_every}",
         )
     if heldout is not None and config.run.evaluate_every == 0:
-        raise ValueError("heldout must be None if evaluate_every is 0: nothing is evaluated")
+        raise ArgumentError("heldout", "must be None if evaluate_every is 0: nothing is evaluated")
 
 
 def _check_rows(config: TrainConfig, mesh: Mesh) -> None:
     """Raises a ValueError unless every process gets as many sequences of a batch."""
     if config.batch_rows % mesh.data_size:
         groups = "groups of " if mesh.sequence_group is not None else ""
-        raise ValueError(
-            f"batch_tokens must hold as many sequences for each of {mesh.data_size} {groups}processes; "
-            f"got {config.run.batch_tokens:,}, {config.batch_rows:,} sequences of {config.data.context:,}"
+        raise ArgumentError(
+            "batch_tokens",
+            f"must hold as many sequences for each of {mesh.data_size} {groups}processes; "
+            f"got {config.run.batch_tokens:,}, {config.batch_rows:,} sequences of {config.data.context:,}",
         )
 
 
@@ -255,9 +261,10 @@ def _make_heldout_loader(config: TrainConfig, data: _Data, place: Place) -> Load
     except ValueError as error:
         data.unevaluated = f"{data.heldout.name} has {data.heldout.lengths.sum():,} tokens ({error})"
         if config.run.evaluate_every is not None:
-            raise ValueError(
-                f"evaluate_every needs more held-out text: {data.unevaluated}. Hold out more of it, train with "
-                "a shorter context, or do not evaluate"
+            raise ArgumentError(
+                "evaluate_every",
+                f"needs more held-out text: {data.unevaluated}. Hold out more of it, train with "
+                "a shorter context, or do not evaluate",
             ) from error
     return None
 

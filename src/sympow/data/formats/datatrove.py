@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sympow.data.formats.token_file import TokenFile, map_array, size_of
+from sympow.errors import UserError
 
 NAME = "datatrove"
 ENDING = ".ds"
@@ -20,12 +21,12 @@ LARGEST_METADATA = 2**16
 def read_datatrove(path: Path) -> TokenFile:
     index = _beside(path, ".index")
     if not index.exists():
-        raise ValueError(
+        raise UserError(
             f"{path} has no {index.name} beside it, which says where documents end: datatrove's DocumentTokenizer "
             "writes it with save_index=True, when it is done"
         )
     if _beside(path, ".loss").exists():
-        raise ValueError(
+        raise UserError(
             f"{path} has a {path.name}.loss, by which some tokens do not count in the loss, and here all do; remove it "
             "to train on all tokens"
         )
@@ -35,7 +36,7 @@ def read_datatrove(path: Path) -> TokenFile:
     if (named := tokenizer_of(path)) is not None:
         width = named[1]
     if width not in DTYPES:
-        raise ValueError(
+        raise UserError(
             f"{index} does not fit {path.name}, which has {size:,} bytes: {int(ends[-1]):,} tokens by the index, of 2 "
             "or 4 bytes each; one of them is damaged or incomplete"
         )
@@ -48,11 +49,11 @@ def tokenizer_of(path: Path) -> tuple[str, int] | None:
     if not metadata.exists():
         return None
     if size_of(metadata) > LARGEST_METADATA:
-        raise ValueError(f"{metadata} must have at most {LARGEST_METADATA:,} bytes, got {size_of(metadata):,}")
+        raise UserError(f"{metadata} must have at most {LARGEST_METADATA:,} bytes, got {size_of(metadata):,}")
     first = metadata.read_text("utf-8", errors="replace").partition("\n")[0]
     name, _, width = first.rpartition("|")
     if not name or width not in ("2", "4"):
-        raise ValueError(
+        raise UserError(
             f"{metadata} must begin with a tokenizer's name, | and 2 or 4, the bytes of an id; got {first!r:.80}"
         )
     return name, int(width)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from sympow.checks import check_at_least, check_at_most, check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 
 ENCODER = "tiktoken-gpt2"
@@ -80,7 +81,7 @@ class LongCrawl64:
         if documents is not None:
             check_at_least("documents", documents, 1)
             if documents > rows:
-                raise ValueError(f"documents must be at most the {rows:,} of {self.name}, got {documents:,}")
+                raise ArgumentError("documents", f"must be at most the {rows:,} of {self.name}, got {documents:,}")
             rows = documents
         self._chunk_rows, self._chunk_columns = self._array.chunks
         if "://" not in self.name:
@@ -136,7 +137,7 @@ class LongCrawl64:
         try:
             slab = self._array[top:bottom, first * width : last * width]
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} cannot be decoded in chunks {block}.{first} to {block}.{last - 1}: {error}"
             ) from error
         for column in range(first, last):
@@ -155,7 +156,7 @@ class LongCrawl64:
     def _refuse_filled(self, chunk: Tokens, block: int, column: int) -> None:
         """zarr silently returns the fill value for a missing chunk; no text repeats one token throughout."""
         if (chunk == chunk.flat[0]).all() and chunk.size > 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: chunk {block}.{column} is missing or empty, all of it reads as {chunk.flat[0]}; "
                 "this mirror is incomplete, fetch the chunk again"
             )
@@ -168,7 +169,7 @@ class LongCrawl64:
         if blocks * columns > len(present):
             # Without listing them: damaged metadata may claim any number.
             wanted = blocks * columns
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: at least {wanted - len(present):,} of {wanted:,} chunks are missing; they "
                 "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
             )
@@ -176,7 +177,7 @@ class LongCrawl64:
         expected = [encode((block, column)) for block in range(blocks) for column in range(columns)]
         missing = [key for key in expected if key not in present]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: {len(missing):,} of {len(expected):,} chunks are missing, first {missing[0]}; they "
                 "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
             )
@@ -191,9 +192,10 @@ def split_of_array(address: str) -> str:
 def _check_array_holds(address: str, split: str) -> None:
     """Refuses the other split of a single array: documents that were trained on would count as held out."""
     if (held := split_of_array(address)) != split:
-        raise ValueError(
-            f"source must have the split {split!r}, and {address} has only {held!r}; name the folder or address with "
-            f"both train{ARRAY_ENDING} and heldout{ARRAY_ENDING}"
+        raise ArgumentError(
+            "source",
+            f"must have the split {split!r}, and {address} has only {held!r}; name the folder or address with "
+            f"both train{ARRAY_ENDING} and heldout{ARRAY_ENDING}",
         )
 
 
@@ -205,7 +207,7 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
         for name in METADATA_FILES:
             if (path := Path(address) / name).exists() and not path.is_file():
                 # Opening a pipe would block until something writes to it.
-                raise ValueError(f"{path} is not a file")
+                raise UserError(f"{path} is not a file")
     try:
         array = zarr.open_array(address, mode="r", storage_options=storage_options)
         encoder = array.attrs.get("encoder")
@@ -214,14 +216,16 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
         if "://" not in address or not isinstance(error.__cause__, ImportError):
             raise
         package = (error.__cause__.name or "").partition(".")[0]
-        raise ValueError(f"source needs the package {package} to open {address}: pip install {package}") from error
+        raise ArgumentError(
+            "source", f"needs the package {package} to open {address}: pip install {package}"
+        ) from error
     except METADATA_DAMAGE as error:
         said = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{address} is not a zarr array: {said}") from error
+        raise UserError(f"{address} is not a zarr array: {said}") from error
     if array.ndim != 2 or array.dtype != np.uint16:
-        raise ValueError(f"{address} must be uint16 with a row per document, got {array.dtype} of shape {array.shape}")
+        raise UserError(f"{address} must be uint16 with a row per document, got {array.dtype} of shape {array.shape}")
     if encoder != ENCODER:
-        raise ValueError(
+        raise UserError(
             f"{address} must have the attribute encoder={ENCODER!r}, got {encoder!r}: "
             "ids of another tokenizer would be read as GPT-2's"
         )
@@ -232,7 +236,7 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
 def _check_layout(address: str, array: Any) -> None:
     """Refuses metadata that claims more than memory can hold, and pickled chunks."""
     if 0 in array.shape or 0 in array.chunks:
-        raise ValueError(f"{address} must hold tokens, got shape {array.shape} in chunks of {array.chunks}")
+        raise UserError(f"{address} must hold tokens, got shape {array.shape} in chunks of {array.chunks}")
     check_at_most(f"documents of {address}", array.shape[0], MOST_DOCUMENTS, "since each has an entry in memory")
     check_at_most(f"tokens of a document of {address}", array.shape[1], 2**31 - 1, "the most that 32 bits can count")
     chunk = math.prod(array.chunks) * array.dtype.itemsize
@@ -240,4 +244,4 @@ def _check_layout(address: str, array: Any) -> None:
     metadata = array.metadata
     codecs = [*(getattr(metadata, "filters", None) or ()), getattr(metadata, "compressor", None)]
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
-        raise ValueError(f"{address} has pickled chunks, which could run any program when they are read")
+        raise UserError(f"{address} has pickled chunks, which could run any program when they are read")

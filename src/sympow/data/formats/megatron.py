@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.data.formats.token_file import TokenFile, map_array, size_of
+from sympow.errors import UserError
 
 NAME = "Megatron"
 ENDING, INDEX_ENDING = ".bin", ".idx"
@@ -28,22 +29,22 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def read_megatron(path: Path) -> TokenFile:
     index = path.with_suffix(INDEX_ENDING)
     if not index.exists():
-        raise ValueError(f"{path} has no {index.name} beside it, the index that Megatron writes when it is done")
+        raise UserError(f"{path} has no {index.name} beside it, the index that Megatron writes when it is done")
     size = size_of(index)
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(f"{index} is not an index of Megatron: it does not begin with {MAGIC!r} and a header")
+        raise UserError(f"{index} is not an index of Megatron: it does not begin with {MAGIC!r} and a header")
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != VERSION:
-        raise ValueError(f"{index} has version {version}; this program reads version {VERSION}")
+        raise UserError(f"{index} has version {version}; this program reads version {VERSION}")
     if code not in DTYPES:
-        raise ValueError(f"{index} must say that ids are integers, with a code of {sorted(DTYPES)}; got {code}")
+        raise UserError(f"{index} must say that ids are integers, with a code of {sorted(DTYPES)}; got {code}")
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size == expected + sequences:
-        raise ValueError(f"{index} is of a multimodal dataset, with a mode for each sequence; only text can be read")
+        raise UserError(f"{index} is of a multimodal dataset, with a mode for each sequence; only text can be read")
     if size != expected:
-        raise ValueError(
+        raise UserError(
             f"{index} must have {expected:,} bytes for {sequences:,} sequences and {documents:,} ends of documents, "
             f"got {size:,}; it is damaged or incomplete"
         )
@@ -57,7 +58,7 @@ def read_megatron(path: Path) -> TokenFile:
     tokens = map_array(path, DTYPES[code])
     ends = np.cumsum(lengths)
     if (lengths < 0).any() or (begins != (ends - lengths) * tokens.itemsize).any():
-        raise ValueError(f"{index} is damaged: its sequences must follow one another in {path.name}")
+        raise UserError(f"{index} is damaged: its sequences must follow one another in {path.name}")
     if not documents or firsts[0] != 0 or firsts[-1] != sequences or (firsts[1:] < firsts[:-1]).any():
-        raise ValueError(f"{index} is damaged: its documents must have all {sequences:,} sequences, in their order")
+        raise UserError(f"{index} is damaged: its documents must have all {sequences:,} sequences, in their order")
     return TokenFile.cut(path, NAME, tokens, np.append(0, ends)[firsts[1:]], index)

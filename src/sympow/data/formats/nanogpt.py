@@ -13,6 +13,7 @@ import numpy as np
 
 from sympow.data.formats.token_file import TokenFile, map_array, size_of
 from sympow.data.tokenizer import Tokenizer
+from sympow.errors import UserError
 
 ENDING = ".bin"
 HEADER = 256
@@ -31,13 +32,13 @@ def read_nanogpt(path: Path, tokenizer: Tokenizer) -> TokenFile:
     if dtype is not None:
         name, tokens = "llm.c", map_array(path, dtype, 4 * HEADER)
         if len(tokens) != header[2]:
-            raise ValueError(
+            raise UserError(
                 f"{path} must have {header[2]:,} tokens by its header, got {len(tokens):,}; it is damaged or incomplete"
             )
     elif path.stem.endswith(MEGATRON_NAMES):
-        raise ValueError(f"{path} is a file of Megatron by its name, and {path.stem}.idx beside it is missing")
+        raise UserError(f"{path} is a file of Megatron by its name, and {path.stem}.idx beside it is missing")
     elif tokenizer.vocab_size > 2**16:
-        raise ValueError(
+        raise UserError(
             f"{path} must have a header, as files of llm.c do: without one ids are uint16, and the tokenizer has "
             f"{tokenizer.vocab_size:,} of them"
         )
@@ -47,7 +48,7 @@ def read_nanogpt(path: Path, tokenizer: Tokenizer) -> TokenFile:
     for first in range(0, len(tokens), SEARCHED):
         some = tokens[first : first + SEARCHED]
         if (largest := int(some.max())) >= tokenizer.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{path} has the id {largest:,}, beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}: "
                 "another tokenizer made it, or its ids are not uint16"
             )

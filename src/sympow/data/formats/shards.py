@@ -20,6 +20,7 @@ from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenSha
 from sympow.data.rows import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.errors import UserError
 from sympow.files import write_atomically
 
 # Any document is quick to read from any shard, so blocks could be smaller; but each may end in an incomplete row.
@@ -49,7 +50,7 @@ class ShardDataset:
         self.manifest = Manifest.load(self.folder)
         self.shards = self.manifest.splits[split]
         if not self.shards:
-            raise ValueError(
+            raise UserError(
                 f"{folder} has no split {split!r}: prepare it again with some held out (--heldout, --overwrite)"
             )
         self.vocab_size: int = self.manifest.tokenizer["vocab_size"]
@@ -110,7 +111,7 @@ class ShardDataset:
         # The maximum is checked too, since the sum could overflow and wrap around.
         fits = lengths.min() > 0 and lengths.max() <= shard.tokens and lengths.sum() == shard.tokens
         if not fits or sources.min() < 0 or sources.max() >= len(shard.sources) or positions.min() < 0:
-            raise ValueError(
+            raise UserError(
                 f"{path} must have the positions of {shard.documents:,} documents with {shard.tokens:,} tokens in all"
             )
         return index
@@ -122,17 +123,17 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
     NumPy's own reader would allocate as much memory as the header says, and evaluate the header as Python.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is missing")
+        raise UserError(f"{path} is not a file" if path.exists() else f"{path} is missing")
     with path.open("rb") as file:
         start = file.read(len(MAGIC) + 2)
         header = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
     found = HEADER.fullmatch(header)
     if not start.startswith(MAGIC) or found is None:
-        raise ValueError(f"{path} is not a readable shard: it has no header of a numeric array")
+        raise UserError(f"{path} is not a readable shard: it has no header of a numeric array")
     described = found["dtype"].decode(), tuple(map(int, found["shape"].replace(b",", b" ").split()))
     size, content = path.stat().st_size, math.prod(shape) * dtype.itemsize
     if described != (dtype.str, shape) or size != len(start) + len(header) + content:
-        raise ValueError(
+        raise UserError(
             f"{path} must be {dtype} of shape {shape} by the manifest, in a file of "
             f"{len(start) + len(header) + content:,} bytes; got {described[0]} of shape {described[1]} in {size:,}"
         )

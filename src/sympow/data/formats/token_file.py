@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_regular_file
 from sympow.data.dataset import Tokens
+from sympow.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TokenFile:
         last = ends[-1] if len(ends) else 0
         if not increasing or last != len(tokens):
             said = f"its last document ends at token {last:,}" if increasing else "its ends do not increase"
-            raise ValueError(
+            raise UserError(
                 f"{index} does not fit {path.name}, which has {len(tokens):,} tokens: {said}; one of them is damaged "
                 "or incomplete"
             )
@@ -59,7 +60,7 @@ def map_array(path: Path, dtype: str, offset: int = 0) -> NDArray[Any]:
     """The numbers in a file from a byte on, (numbers,), memory-mapped."""
     size, item = size_of(path), np.dtype(dtype).itemsize
     if size < offset or (size - offset) % item:
-        raise ValueError(f"{path} is damaged or incomplete: {size - offset:,} bytes are no whole number of {dtype}")
+        raise UserError(f"{path} is damaged or incomplete: {size - offset:,} bytes are no whole number of {dtype}")
     if size == offset:
         return np.empty(0, dtype)
     # As a plain array: slicing np.memmap costs several times as much.
@@ -70,5 +71,5 @@ def size_of(path: Path) -> int:
     """Bytes of a file, which must be one: opening a pipe would wait for a writer."""
     check_regular_file(path)
     if not path.exists():
-        raise ValueError(f"{path} is missing")
+        raise UserError(f"{path} is missing")
     return path.stat().st_size

@@ -20,6 +20,7 @@ from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.formats import datatrove, megatron, nanogpt
 from sympow.data.formats.token_file import TokenFile
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer
+from sympow.errors import ArgumentError, UserError
 
 ENDINGS = (datatrove.ENDING, megatron.ENDING)
 # A file is held out if a word of its name, or of a folder's between, is one of these.
@@ -45,7 +46,7 @@ class TokenFiles:
         paths = find_token_files(source)[split]
         self.name = f"{source} ({split})"
         if not paths:
-            raise ValueError(
+            raise UserError(
                 f"{source} has no split {split!r}: files to hold out must have a word such as 'heldout' or 'val' in "
                 "their names, and files for training none"
             )
@@ -64,7 +65,7 @@ class TokenFiles:
         # A task of datatrove without documents leaves a file without tokens.
         self._files = [file for file in map(read, paths) if len(file.tokens)]
         if not self._files:
-            raise ValueError(f"{self.name} has no tokens in its {len(paths):,} files")
+            raise UserError(f"{self.name} has no tokens in its {len(paths):,} files")
         self.formats = sorted({file.format for file in self._files})
         by_file = [np.diff(file.ends, prepend=0) for file in self._files]
         self._starts = np.concatenate([file.ends - lengths for file, lengths in zip(self._files, by_file, strict=True)])
@@ -115,7 +116,7 @@ def name_tokenizer(folder: Path, tokenizer: str, boundary_token: str | None = No
         boundary_token: of a tokenizer.json, if its name is unusual.
     """
     if not folder.is_dir() or not any(find_token_files(folder).values()):
-        raise ValueError(f"folder must have token files in it ({', '.join(ENDINGS)}), got {str(folder)!r}")
+        raise ArgumentError("folder", f"must have token files in it ({', '.join(ENDINGS)}), got {str(folder)!r}")
     made = load_tokenizer(tokenizer, boundary_token)
     made.save(folder)
     return made
@@ -132,7 +133,7 @@ def _find_tokenizer(source: Path, paths: list[Path]) -> Tokenizer:
     if len(named) == 1 and (named[0] == "gpt2" or Path(named[0]).is_file()):
         return load_tokenizer(named[0])
     said = f"; its metadata name {', '.join(map(repr, named))}, which is not here" if named else ""
-    raise ValueError(
+    raise UserError(
         f"{source} does not say which tokenizer made its ids{said}: put the tokenizer.json into {folder}, or name it "
         f"with `sympow data tokenizer {folder} NAME`"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from sympow.checks import check_choice
+from sympow.errors import ArgumentError
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy, DecodingCache, Model, fold, prefill_state
 from sympow.layers.mixers import LayerCache, LayerState
 from sympow.model.gpt import ModelState
@@ -113,8 +114,8 @@ class SympowCache(Cache):
         state = self._closed()
         if torch.is_grad_enabled():
             if self.cache_policy == "keys":
-                raise ValueError(
-                    "cache_policy='keys' is for calls under torch.no_grad(): only states support gradients"
+                raise ArgumentError(
+                    "cache_policy", "='keys' is for calls under torch.no_grad(): only states support gradients"
                 )
             return None if state is None else uncompiled(fold, state)
         if state is None:
@@ -239,9 +240,10 @@ class SympowCache(Cache):
         """
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"tokens_to_remove must not be positive: −n removes n tokens; got {tokens_to_remove}. Assisted "
-                "generation calls crop in this way from transformers 5.16 on"
+            raise ArgumentError(
+                "tokens_to_remove",
+                f"must not be positive: −n removes n tokens; got {tokens_to_remove}. Assisted "
+                "generation calls crop in this way from transformers 5.16 on",
             )
         if tokens_to_remove == 0:
             if self._recording and self.pending is None:
@@ -249,9 +251,10 @@ class SympowCache(Cache):
             return
         available = 0 if self._recorded is None else self._recorded.length
         if self._recorded is None or -tokens_to_remove > available:
-            raise ValueError(
-                f"tokens_to_remove is {-tokens_to_remove} tokens, but {available} were recorded: tokens can be removed "
-                "only if activate_past_recording was called before them"
+            raise ArgumentError(
+                "tokens_to_remove",
+                f"is {-tokens_to_remove} tokens, but {available} were recorded: tokens can be removed "
+                "only if activate_past_recording was called before them",
             )
         kept = self._recorded.first(available + tokens_to_remove)
         self._state, self._recorded = self._before, None

@@ -21,6 +21,7 @@ from sympow.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.files import check_can_write
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.modeling import SympowForCausalLM
@@ -45,7 +46,7 @@ def from_native(source: GPT | Path | str) -> SympowForCausalLM:
         >>> from_native("runs/first/model").save_pretrained("first")  # doctest: +SKIP
     """
     if not isinstance(source, GPT | Path | str):
-        raise TypeError(f"source must be a GPT or a folder with one, got {type(source).__name__}")
+        raise ArgumentTypeError("source", f"must be a GPT or a folder with one, got {type(source).__name__}")
     tokenizer = None
     if not isinstance(source, GPT):
         tokenizer = _native_tokenizer(Path(source))
@@ -70,10 +71,12 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
         source: a model, or a folder that `save_pretrained` wrote.
     """
     if not isinstance(source, SympowForCausalLM | Path | str):
-        raise TypeError(f"source must be a SympowForCausalLM or a folder with one, got {type(source).__name__}")
+        raise ArgumentTypeError(
+            "source", f"must be a SympowForCausalLM or a folder with one, got {type(source).__name__}"
+        )
     model = source if isinstance(source, SympowForCausalLM) else _load_whole(_existing(source))
     if not torch.equal(model.lm_head.weight, model.model.embedding.weight):
-        raise ValueError("source must have its lm_head tied to its embedding, as native models do")
+        raise ArgumentError("source", "must have its lm_head tied to its embedding, as native models do")
     with torch.device("meta"):
         native = GPT(model.config.to_native())
     weights = {name: tensor.detach().clone() for name, tensor in model.model.state_dict().items()}
@@ -119,7 +122,7 @@ def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         # Native tokenizers add no tokens to a text.
         backend.post_processor = None
     else:
-        raise TypeError(f"tokenizer must be a tokenizer of sympow.data, got {type(tokenizer).__name__}")
+        raise ArgumentTypeError("tokenizer", f"must be a tokenizer of sympow.data, got {type(tokenizer).__name__}")
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=boundary,
@@ -184,7 +187,7 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, told = load_without_code(SympowForCausalLM, folder, **options)
     except SafetensorError as error:
-        raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
+        raise UserError(f"{folder} has weights that cannot be read: {error}") from error
     check_whole(folder, told)
     assert isinstance(model, SympowForCausalLM)
     return model
@@ -200,13 +203,11 @@ def check_whole(folder: Path, told: dict[str, Any]) -> None:
         ValueError: a tensor is missing, unknown, or of another shape.
     """
     if missing := sorted(told["missing_keys"]):
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} requires")
+        raise UserError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} requires")
     if unknown := sorted(told["unexpected_keys"]):
-        raise ValueError(f"{folder} has {', '.join(unknown)}, which {TRANSFORMERS_CONFIG_FILE} does not describe")
+        raise UserError(f"{folder} has {', '.join(unknown)}, which {TRANSFORMERS_CONFIG_FILE} does not describe")
     if differing := sorted(name for name, *_ in told["mismatched_keys"]):
-        raise ValueError(
-            f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} requires"
-        )
+        raise UserError(f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} requires")
 
 
 def _existing(folder: Path | str) -> Path:
@@ -217,16 +218,16 @@ def _existing(folder: Path | str) -> Path:
     folder = Path(folder)
     if not (folder / TRANSFORMERS_CONFIG_FILE).is_file():
         hint = ", but a native model" if (folder / CONFIG_FILE).is_file() else ""
-        raise ValueError(f"{folder} holds no model of transformers{hint}: {TRANSFORMERS_CONFIG_FILE} is missing")
+        raise UserError(f"{folder} holds no model of transformers{hint}: {TRANSFORMERS_CONFIG_FILE} is missing")
     config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind == SWAPPED_TYPE:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds a model with swapped attention, which has no native counterpart: `sympow generate` and "
             "`sympow serve` take it as it is, as does AutoModelForCausalLM of transformers after `import sympow.hf`"
         )
     if kind != SympowConfig.model_type:
-        raise ValueError(f"{folder} must hold a model of type {SympowConfig.model_type!r}, got {kind!r}")
+        raise UserError(f"{folder} must hold a model of type {SympowConfig.model_type!r}, got {kind!r}")
     return folder
 
 
@@ -237,10 +238,10 @@ def _check_out(folder: Path | str, out: Path | str, other: str) -> None:
         other: file that only a model of the other format has.
     """
     if Path(folder).resolve() == Path(out).resolve():
-        raise ValueError(f"out must be another folder than the model's, got {out}")
+        raise ArgumentError("out", f"must be another folder than the model's, got {out}")
     if (Path(out) / other).exists():
-        raise ValueError(
-            f"out must not hold a model of the other format, whose weights would be lost; {out} has {other}"
+        raise ArgumentError(
+            "out", f"must not hold a model of the other format, whose weights would be lost; {out} has {other}"
         )
     check_can_write("out", Path(out), "folder")
 

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import logging
 
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.hf.model.cache import Segment, SympowCache, uncompiled
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.packing import check_continuation, packed_offsets
@@ -148,19 +149,21 @@ class SympowModel(SympowPreTrainedModel):
         """
         weights = ignored.get("output_attentions")
         if self.config.output_attentions if weights is None else weights:
-            raise ValueError("output_attentions must not be set: attention weights are never materialized")
+            raise ArgumentError("output_attentions", "must not be set: attention weights are never materialized")
         shape, past_length = _shape(input_ids, inputs_embeds), _past_length(past_key_values)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if not isinstance(output_hidden_states, bool):
-            raise ValueError(f"output_hidden_states must be True or False, for all layers; got {output_hidden_states}")
+            raise ArgumentError(
+                "output_hidden_states", f"must be True or False, for all layers; got {output_hidden_states}"
+            )
         mask = _real_tokens(attention_mask, shape, past_length)
         offsets, packed_by = cu_seq_lens_q, "cu_seq_lens_q"
         if offsets is None:
             offsets, packed_by = packed_offsets(position_ids, seq_idx, mask, shape), "position_ids or seq_idx"
         if offsets is not None and (use_cache or past_key_values is not None):
-            raise ValueError(
-                f"use_cache and past_key_values are not supported with packed documents; {packed_by} has some"
+            raise ArgumentError(
+                "use_cache", f"and past_key_values are not supported with packed documents; {packed_by} has some"
             )
         if past_length and position_ids is not None:
             check_continuation(position_ids, attention_mask, mask, past_length, shape)
@@ -331,11 +334,12 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         """What `generate` calls to make a cache; what else it passes is for caches of other kinds."""
         given = model_kwargs.get("past_key_values")
         if given is not None and not isinstance(given, SympowCache):
-            raise TypeError(f"past_key_values must be a SympowCache, got {type(given).__name__}")
+            raise ArgumentTypeError("past_key_values", f"must be a SympowCache, got {type(given).__name__}")
         if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation must not be set: a state has one implementation, {SympowCache.__name__}; "
-                f"got {generation_config.cache_implementation!r}"
+            raise ArgumentError(
+                "cache_implementation",
+                f"must not be set: a state has one implementation, {SympowCache.__name__}; "
+                f"got {generation_config.cache_implementation!r}",
             )
         if given is not None:
             # Read by `generate`: this cache outlives the call.
@@ -387,7 +391,9 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
             mask = _real_tokens(attention_mask, shape, _past_length(past_key_values))
             offsets = packed_offsets(position_ids, seq_idx, mask, shape)
         if offsets is not None:
-            raise ValueError("input_ids must have one text in each row: scores of packed documents are not supported")
+            raise ArgumentError(
+                "input_ids", "must have one text in each row: scores of packed documents are not supported"
+            )
         features = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -424,16 +430,16 @@ def _shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size
         ValueError, TypeError: none or both are given, or not as a tensor of this form.
     """
     if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        raise UserError("exactly one of input_ids and inputs_embeds must be given")
     name, inputs, sizes = (
         ("input_ids", input_ids, ("batch", "tokens"))
         if inputs_embeds is None
         else ("inputs_embeds", inputs_embeds, ("batch", "tokens", "hidden_size"))
     )
     if not isinstance(inputs, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(inputs).__name__}")
+        raise ArgumentTypeError(name, f"must be a tensor, got {type(inputs).__name__}")
     if inputs.ndim != len(sizes):
-        raise ValueError(f"{name} must be ({', '.join(sizes)}), got {tuple(inputs.shape)}")
+        raise ArgumentError(name, f"must be ({', '.join(sizes)}), got {tuple(inputs.shape)}")
     return inputs.shape[:2]
 
 
@@ -442,7 +448,7 @@ def _past_length(past_key_values: SympowCache | None) -> int:
     if past_key_values is None:
         return 0
     if not isinstance(past_key_values, SympowCache):
-        raise TypeError(f"past_key_values must be a SympowCache, got {type(past_key_values).__name__}")
+        raise ArgumentTypeError("past_key_values", f"must be a SympowCache, got {type(past_key_values).__name__}")
     return past_key_values.get_seq_length()
 
 
@@ -455,7 +461,7 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: 
     expected = [(batch, length), *([(batch, past_length + length)] if past_length else [])]
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) not in expected:
         came = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(f"attention_mask must be {' or '.join(map(str, expected))}, 0 for padding; got {came}")
+        raise ArgumentError("attention_mask", f"must be {' or '.join(map(str, expected))}, 0 for padding; got {came}")
     mask = attention_mask[:, attention_mask.shape[1] - length :] != 0
     if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError, ArgumentTypeError
+
 
 def packed_offsets(
     position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, shape: torch.Size
@@ -53,14 +55,15 @@ def packed_offsets(
     if jumps.any():
         row, place = jumps.nonzero()[0].tolist()
         came = given["position_ids"][row, place - 1 : place + 1].tolist()
-        raise ValueError(
-            "position_ids must increase by 1 from token to token, or restart for the next document: the model counts "
-            f"positions itself; got {came[1]} after {came[0]}"
+        raise ArgumentError(
+            "position_ids",
+            "must increase by 1 from token to token, or restart for the next document: the model counts "
+            f"positions itself; got {came[1]} after {came[0]}",
         )
     if not starts.any():
         return None
     if bool((follows & ~starts & (places - before > 1)).any()):
-        raise ValueError("attention_mask must not have padding inside of packed documents, only between them")
+        raise ArgumentError("attention_mask", "must not have padding inside of packed documents, only between them")
     # Documents end at the ends of rows, and each padding token becomes a separate document.
     starts |= ~real | ~follows
     offsets = starts.flatten().nonzero().flatten()
@@ -97,15 +100,16 @@ def check_continuation(
         torch._assert_async(~wrong.any(), "position_ids must continue those of the tokens in past_key_values")
     elif wrong.any():
         row, place = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            "position_ids must continue those of the tokens in past_key_values: the model counts positions itself; "
-            f"got {int(given[row, place])} for the token after {seen + place} others"
+        raise ArgumentError(
+            "position_ids",
+            "must continue those of the tokens in past_key_values: the model counts positions itself; "
+            f"got {int(given[row, place])} for the token after {seen + place} others",
         )
 
 
 def _rows(name: str, x: Tensor, shape: torch.Size) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise ArgumentTypeError(name, f"must be a tensor, got {type(x).__name__}")
     if x.ndim != 2 or x.shape[0] not in (1, shape[0]) or x.shape[1] != shape[1]:
-        raise ValueError(f"{name} must be {tuple(shape)} or {(1, shape[1])}, got {tuple(x.shape)}")
+        raise ArgumentError(name, f"must be {tuple(shape)} or {(1, shape[1])}, got {tuple(x.shape)}")
     return x.expand(shape)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
+from sympow.errors import ArgumentError, UserError
 from sympow.ops.interface import attention
 
 try:
@@ -49,21 +50,21 @@ def power_attention(
         ValueError: an argument asks for something that this function does not support; the message names it.
     """
     if dropout:
-        raise ValueError(f"attention dropout must be 0 with attn_implementation='{NAME}', got {dropout}")
+        raise UserError(f"attention dropout must be 0 with attn_implementation='{NAME}', got {dropout}")
     if _weights_asked_for(module, others):
-        raise ValueError(
-            f"output_attentions must not be set with attn_implementation='{NAME}': attention weights are never "
-            "materialized"
+        raise ArgumentError(
+            "output_attentions",
+            f"must not be set with attn_implementation='{NAME}': attention weights are never materialized",
         )
     if asked := [name for name in UNSUPPORTED if others.get(name) is not None]:
-        raise ValueError(f"attn_implementation='{NAME}' does not support {', '.join(asked)}")
+        raise UserError(f"attn_implementation='{NAME}' does not support {', '.join(asked)}")
     if not (others.get("is_causal") is not False and getattr(module, "is_causal", True)):
-        raise ValueError(f"attn_implementation='{NAME}' is for causal attention; {type(module).__name__} is not")
+        raise UserError(f"attn_implementation='{NAME}' is for causal attention; {type(module).__name__} is not")
     if attention_mask is not None:
         if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask must be 2-D, 0 for padding, with attn_implementation='{NAME}'; "
-                f"got {tuple(attention_mask.shape)}"
+            raise ArgumentError(
+                "attention_mask",
+                f"must be 2-D, 0 for padding, with attn_implementation='{NAME}'; got {tuple(attention_mask.shape)}",
             )
         padding = ~attention_mask.to(torch.bool)[:, None, :, None]
         # Keys of zero have no score.
@@ -108,9 +109,9 @@ def power_attention_mask(
     if cache_position is not None:
         q_length, q_offset = len(cache_position), int(cache_position[0])
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-        raise ValueError(f"past_key_values must be a DynamicCache with attn_implementation='{NAME}'")
+        raise ArgumentError("past_key_values", f"must be a DynamicCache with attn_implementation='{NAME}'")
     if local_size is not None and kv_offset + kv_length > local_size:
-        raise ValueError(
+        raise UserError(
             f"attn_implementation='{NAME}' attends to all tokens: a sliding window of {local_size} is too small for "
             f"{kv_offset + kv_length}"
         )
@@ -120,9 +121,10 @@ def power_attention_mask(
     if attention_mask is None or bool(attention_mask.all()):
         return None
     if attention_mask.shape[1] < kv_offset + kv_length:
-        raise ValueError(
-            f"attention_mask must cover all {kv_offset + kv_length} tokens with attn_implementation='{NAME}'; "
-            f"got {tuple(attention_mask.shape)}"
+        raise ArgumentError(
+            "attention_mask",
+            f"must cover all {kv_offset + kv_length} tokens with attn_implementation='{NAME}'; "
+            f"got {tuple(attention_mask.shape)}",
         )
     # The mask may have columns for later tokens.
     return attention_mask[:, kv_offset : kv_offset + kv_length]
@@ -140,7 +142,7 @@ def _check_attends_to_all(
     message = f"attn_implementation='{NAME}' attends to all earlier tokens: it takes no packed documents"
     compiling = torch.compiler.is_compiling()
     if not (sliding or compiling):
-        raise ValueError(message)
+        raise UserError(message)
     batch, length = shape
     if length == 1:
         # One token is in one document: decoding steps need not wait for the device.
@@ -153,4 +155,4 @@ def _check_attends_to_all(
     if compiling:
         torch._assert_async(attends, message)
     elif not attends:
-        raise ValueError(message)
+        raise UserError(message)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from sympow.errors import ArgumentError, UserError
 from sympow.hf.swap.attention_function import UNSUPPORTED
 from sympow.hf.swap.swapped_attention import SwappedAttention
 from sympow.layers.projections import FusedProjections, Projections, SeparateProjections
@@ -77,17 +78,19 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
             continue
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
-            raise ValueError(f"model has attention without a layer_idx, {name} ({type(module).__name__})")
+            raise ArgumentError("model", f"has attention without a layer_idx, {name} ({type(module).__name__})")
         if index in found:
-            raise ValueError(
-                f"model has two attention modules in layer {index}, of which the second is {name} "
-                f"({type(module).__name__}); cross-attention and encoders are not supported"
+            raise ArgumentError(
+                "model",
+                f"has two attention modules in layer {index}, of which the second is {name} "
+                f"({type(module).__name__}); cross-attention and encoders are not supported",
             )
         found[index] = module
     if not found:
-        raise ValueError(
-            f"model must have self-attention with {', '.join(sorted(SEPARATE))} or with {' and '.join(sorted(FUSED))}; "
-            f"in {type(model).__name__} there is none{_attention_like(model)}"
+        raise ArgumentError(
+            "model",
+            f"must have self-attention with {', '.join(sorted(SEPARATE))} or with {' and '.join(sorted(FUSED))}; "
+            f"in {type(model).__name__} there is none{_attention_like(model)}",
         )
     return dict(sorted(found.items()))
 
@@ -101,24 +104,24 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
     where = f"layer {index} of model ({type(attention).__name__})"
     children = dict(attention.named_children())
     if own := sorted(name for name, _ in attention.named_parameters(recurse=False)):
-        raise ValueError(f"{where} has parameters of its own, {', '.join(own)}, which a swapped layer would drop")
+        raise UserError(f"{where} has parameters of its own, {', '.join(own)}, which a swapped layer would drop")
     if not (getattr(attention, "is_causal", True) and getattr(model.config.get_text_config(), "is_causal", True)):
-        raise ValueError(f"{where} attends to later tokens too (is_causal is False); a swapped layer would not")
+        raise UserError(f"{where} attends to later tokens too (is_causal is False); a swapped layer would not")
     fused = children.keys() >= FUSED.keys()
     if not fused and not children.keys() >= SEPARATE.keys():
-        raise ValueError(
+        raise UserError(
             f"{where} must have {', '.join(sorted(SEPARATE))} or {' and '.join(sorted(FUSED))}; "
             f"it has {', '.join(sorted(children))}"
         )
     arguments = FUSED | OUT_DROPOUT if fused else SEPARATE | NORMS
     if unknown := sorted(children.keys() - arguments.keys() - {WEIGHTS_DROPOUT}):
-        raise ValueError(f"{where} has {', '.join(unknown)}, which a swapped layer would drop")
+        raise UserError(f"{where} has {', '.join(unknown)}, which a swapped layer would drop")
     names = {argument: name for name, argument in arguments.items() if name in children}
     heads, key_value_heads, head_dim = _head_shape(model, attention)
     for name in NORMS.keys() & children.keys():
         sizes = {tuple(parameter.shape) for parameter in children[name].parameters()}
         if sizes - {(head_dim,)}:
-            raise ValueError(f"{where} must have a {name} of each head, of size {head_dim}; its is of {sorted(sizes)}")
+            raise UserError(f"{where} must have a {name} of each head, of size {head_dim}; its is of {sorted(sizes)}")
     rates = None if fused else _rates(model, head_dim)
     how: dict[str, Any] = {
         "heads": heads,
@@ -159,7 +162,7 @@ def _rotary_embedding(model: PreTrainedModel) -> nn.Module:
     found = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
     if len(found) != 1 or not hasattr(found[0], "inv_freq"):
         kinds = ", ".join(sorted({type(module).__name__ for module in found})) or "none"
-        raise ValueError(f"model must have one rotary embedding with an inv_freq for all layers; found {kinds}")
+        raise ArgumentError("model", f"must have one rotary embedding with an inv_freq for all layers; found {kinds}")
     return found[0]
 
 
@@ -168,20 +171,23 @@ def _rates(model: PreTrainedModel, head_dim: int) -> Tensor:
     rotary: Any = _rotary_embedding(model)
     kind = getattr(rotary, "rope_type", "default")
     if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"model must have a rope_type of {', '.join(ROPE_TYPES)}, whose rates are the same for texts of any "
-            f"length, since a state holds keys that were rotated before; got {kind!r}"
+        raise ArgumentError(
+            "model",
+            f"must have a rope_type of {', '.join(ROPE_TYPES)}, whose rates are the same for texts of any "
+            f"length, since a state holds keys that were rotated before; got {kind!r}",
         )
     # Computed from the config: the model's own rates may be on the meta device, or rounded with its weights.
     with torch.device("cpu"):
         rates = type(rotary)(rotary.config).inv_freq.detach().to(torch.float64)
     if len(rates) != head_dim // 2:
-        raise ValueError(
-            f"model must rotate heads as a whole, by {head_dim // 2} rates for {head_dim} entries; got {len(rates)}"
+        raise ArgumentError(
+            "model", f"must rotate heads as a whole, by {head_dim // 2} rates for {head_dim} entries; got {len(rates)}"
         )
     present = rotary.inv_freq
     if not present.is_meta and not torch.allclose(present.detach().to("cpu", torch.float64), rates, 0.01, 0.0):
-        raise ValueError("model has an inv_freq that is not that of its config, so that it could not be loaded again")
+        raise ArgumentError(
+            "model", "has an inv_freq that is not that of its config, so that it could not be loaded again"
+        )
     return rates
 
 
@@ -242,7 +248,7 @@ def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, atte
         # The probe receives entries in the model's order; `project` and `rotate` interleave pairs.
         expected[:2] = [_halves(rotate(y, angles)) * scale for y in expected[:2]]
     if missing := sorted(arguments.keys() - taken.keys()):
-        raise ValueError(f"{where} must take {', '.join(missing)}, as attention of transformers does")
+        raise UserError(f"{where} must take {', '.join(missing)}, as attention of transformers does")
     config: Any = attention.config
     probed = copy.copy(config)
     probed._attn_implementation = _PROBE
@@ -254,16 +260,16 @@ def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, atte
         attention.config = config
         captured, _CAPTURED[:] = list(_CAPTURED), []
     if len(captured) != 1:
-        raise ValueError(f"{where} must call transformers' attention interface once, got {len(captured)} calls")
+        raise UserError(f"{where} must call transformers' attention interface once, got {len(captured)} calls")
     [(found, unsupported)] = captured
     if unsupported:
-        raise ValueError(
+        raise UserError(
             f"{where} passes {', '.join(unsupported)} to its attention function, which a swapped layer would drop"
         )
     wanted = [*expected, how.output(attention, found[0].transpose(1, 2))]
     for what, got, want in zip(("queries", "keys", "values", "outputs"), (*found, y), wanted, strict=True):
         if got.shape != want.shape or not bool((got - want).abs().amax() <= TOLERANCE * want.abs().amax()):
-            raise ValueError(
+            raise UserError(
                 f"{where} does not make its {what} in the way that its submodules suggest "
                 f"({', '.join(parts.names.values())}): a swapped layer would compute something else"
             )

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sympow.errors import UserError
 from sympow.hf.model.modeling import initialize_own_module
 from sympow.hf.registration import SWAPPED_TYPE, publish
 from sympow.hf.swap.attention_parts import attention_modules, read_attention
@@ -56,7 +57,7 @@ class SwappedConfig(PreTrainedConfig):
         record = config_dict.get("sympow_attention")
         kind = record.get("base_model_type") if isinstance(record, dict) else None
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind == SWAPPED_TYPE:
-            raise ValueError(
+            raise UserError(
                 f"config.json must say in sympow_attention of which base_model_type the model was; got {kind!r}"
             )
         return swapped_config_class(CONFIG_MAPPING[kind]).from_dict(config_dict, **kwargs)
@@ -153,7 +154,7 @@ def _swap_by_record(model: PreTrainedModel, record: SwapRecord) -> None:
     found = attention_modules(model)
     missing = [index for index in record.layers if index not in found]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"sympow_attention in the config must name layers of the model, 0 to {len(found) - 1}; got {missing}"
         )
     # The base model of some classes is made by an Auto class, which has swapped its layers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from sympow.errors import ArgumentError
 from sympow.hf.swap.attention_parts import AttentionParts, attention_modules
 from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.swapped_attention import SwappedAttention, install_hooks
@@ -14,7 +15,7 @@ def make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> Swapped
     """The layer `index` of a swapped model, with the submodules of the softmax layer in its place."""
     how = parts.projections
     if record.rotary != "none" and parts.rates is None:
-        raise ValueError(f"rotary must be 'none' for a model without a rotary embedding, got {record.rotary!r}")
+        raise ArgumentError("rotary", f"must be 'none' for a model without a rotary embedding, got {record.rotary!r}")
     return SwappedAttention.from_projections(
         parts.modules["q"],
         parts.modules.get("k"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from transformers import PreTrainedConfig
 
+from sympow.errors import UserError
 from sympow.generation.cache import CachePolicy
 from sympow.settings import Backend, Form
 
@@ -41,5 +42,5 @@ class SwapRecord:
         values = getattr(config, "sympow_attention", None)
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
-            raise ValueError(f"sympow_attention in the config must have {', '.join(sorted(names))}; got {values!r}")
+            raise UserError(f"sympow_attention in the config must have {', '.join(sorted(names))}; got {values!r}")
         return cls(**{**values, "layers": tuple(values["layers"])})

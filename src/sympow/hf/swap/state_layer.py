@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CachePolicy, Room, closed, empty_window
 from sympow.hf.model.cache import Segment, uncompiled
 from sympow.layers.gates import VectorGate
@@ -58,8 +59,8 @@ class StateLayer(CacheLayerMixin):
         self._close()
         if torch.is_grad_enabled():
             if self.cache_policy == "keys":
-                raise ValueError(
-                    "cache_policy='keys' is for calls under torch.no_grad(): only states support gradients"
+                raise ArgumentError(
+                    "cache_policy", "='keys' is for calls under torch.no_grad(): only states support gradients"
                 )
             return uncompiled(self.past.folded) if isinstance(self.past, Window) else self.past
         tokens, keys_only = x.shape[1], self.cache_policy == "keys"
@@ -192,16 +193,17 @@ class StateLayer(CacheLayerMixin):
         """
         removed = -int(tokens_to_remove)
         if removed < 0:
-            raise ValueError(f"tokens_to_remove must not be positive: −n removes n tokens; got {-removed}")
+            raise ArgumentError("tokens_to_remove", f"must not be positive: −n removes n tokens; got {-removed}")
         if removed == 0:
             if self.record_past and self.pending is None:
                 self._before, self._recorded = self.past, None
             return
         available = 0 if self._recorded is None else self._recorded.length
         if self._recorded is None or removed > available:
-            raise ValueError(
-                f"tokens_to_remove is {removed} tokens, but {available} were recorded: tokens can be removed from the "
-                "state of a swapped layer only if activate_past_recording was called before them"
+            raise ArgumentError(
+                "tokens_to_remove",
+                f"is {removed} tokens, but {available} were recorded: tokens can be removed from the "
+                "state of a swapped layer only if activate_past_recording was called before them",
             )
         kept = self._recorded.first(available - removed)
         self.past, self._recorded = self._before, None
@@ -236,27 +238,30 @@ def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLay
     """
     layers = getattr(cache, "layers", None)
     if not isinstance(cache, Cache) or not isinstance(layers, list):
-        raise TypeError(f"past_key_values must be a DynamicCache, got {type(cache).__name__}")
+        raise ArgumentTypeError("past_key_values", f"must be a DynamicCache, got {type(cache).__name__}")
     kind = cache.layer_class_to_replicate
     while kind is not None and len(layers) <= index:
         layers.append(kind())
     if len(layers) <= index:
-        raise ValueError(
-            f"past_key_values must have an entry for layer {index}, which was swapped; it has {len(layers)}, so it was "
-            "made for another model"
+        raise ArgumentError(
+            "past_key_values",
+            f"must have an entry for layer {index}, which was swapped; it has {len(layers)}, so it was "
+            "made for another model",
         )
     layer = layers[index]
     if isinstance(layer, StateLayer):
         return layer
     if layer.is_compileable:
-        raise ValueError(
-            f"past_key_values must be a DynamicCache: layer {index} was swapped, and its state has one implementation; "
-            f"got {type(cache).__name__}"
+        raise ArgumentError(
+            "past_key_values",
+            f"must be a DynamicCache: layer {index} was swapped, and its state has one implementation; "
+            f"got {type(cache).__name__}",
         )
     if layer.get_seq_length():
-        raise ValueError(
-            f"past_key_values must have a state for layer {index}, which was swapped; it has keys and values of "
-            f"{layer.get_seq_length()} tokens, so it was made by another model"
+        raise ArgumentError(
+            "past_key_values",
+            f"must have a state for layer {index}, which was swapped; it has keys and values of "
+            f"{layer.get_seq_length()} tokens, so it was made by another model",
         )
     layers[index] = layer = StateLayer(cache_policy)
     return layer

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CachePolicy
 from sympow.hf.model.cache import uncompiled
 from sympow.hf.model.packing import check_continuation, packed_offsets
@@ -65,7 +66,9 @@ class SwappedAttention(ConformalAttention):
             (b, t, width) and None, since attention weights are never materialized.
         """
         if others.get("cache") is not None:
-            raise ValueError("cache must not be given: swapped layers have no paged cache, for continuous batching")
+            raise ArgumentError(
+                "cache", "must not be given: swapped layers have no paged cache, for continuous batching"
+            )
         x, mask, offsets = hidden_states, others.get(MASK), others.get(OFFSETS)
         if past_key_values is None:
             if offsets is None:
@@ -74,7 +77,7 @@ class SwappedAttention(ConformalAttention):
             y, _ = super().forward(x.flatten(0, 1).unsqueeze(0), return_state=False, cu_seqlens=offsets)
             return y.reshape(x.shape), None
         if offsets is not None:
-            raise ValueError("use_cache and past_key_values are not supported with packed documents")
+            raise ArgumentError("use_cache", "and past_key_values are not supported with packed documents")
         layer = state_layer(past_key_values, self.layer_idx, self.cache_policy)
         prefetch_next(past_key_values, self.layer_idx, x.device)
         if layer.pending is not None:
@@ -126,9 +129,9 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
     asked = named.get("output_attentions")
     if getattr(base, WHOLE) and (base.config.output_attentions if asked is None else asked):
-        raise ValueError(
-            "output_attentions must not be set: swapped layers never materialize attention weights, and no layer keeps "
-            "softmax"
+        raise ArgumentError(
+            "output_attentions",
+            "must not be set: swapped layers never materialize attention weights, and no layer keeps softmax",
         )
     tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or MASK in named:
@@ -143,9 +146,9 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         named[MASK] = mask
     offsets = named.get("cu_seq_lens_q")
     if offsets is not None and not isinstance(offsets, Tensor):
-        raise TypeError(f"cu_seq_lens_q must be a tensor, got {type(offsets).__name__}")
+        raise ArgumentTypeError("cu_seq_lens_q", f"must be a tensor, got {type(offsets).__name__}")
     if offsets is not None and mask is not None:
-        raise ValueError("attention_mask must not have padding where cu_seq_lens_q is given")
+        raise ArgumentError("attention_mask", "must not have padding where cu_seq_lens_q is given")
     if offsets is None:
         offsets = packed_offsets(named.get("position_ids"), named.get("seq_idx"), mask, shape)
     if cache is None:
@@ -159,7 +162,7 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
             # Softmax layers would expect a key for every column.
             named["attention_mask"] = given[:, : shape[1]]
     elif offsets is not None:
-        raise ValueError("use_cache and past_key_values are not supported with packed documents")
+        raise ArgumentError("use_cache", "and past_key_values are not supported with packed documents")
     elif seen and named.get("position_ids") is not None:
         check_continuation(named["position_ids"], given, mask, seen, shape)
     if getattr(base, WHOLE):
@@ -218,13 +221,13 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, seen: int) ->
     batch, length = shape
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         came = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(
-            f"attention_mask must be (batch, tokens so far), 0 for padding, in a swapped model; got {came}"
+        raise ArgumentError(
+            "attention_mask", f"must be (batch, tokens so far), 0 for padding, in a swapped model; got {came}"
         )
     width = attention_mask.shape[1]
     if attention_mask.shape[0] != batch or width < length:
-        raise ValueError(
-            f"attention_mask must be ({batch}, at least {length}), 0 for padding; got {tuple(attention_mask.shape)}"
+        raise ArgumentError(
+            "attention_mask", f"must be ({batch}, at least {length}), 0 for padding; got {tuple(attention_mask.shape)}"
         )
     first = seen if width >= seen + length else width - length
     mask = attention_mask[:, first : first + length] != 0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.hf.swap.attention_parts import attention_modules
 from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.state_layer import StateLayer
@@ -118,28 +119,31 @@ class SwappedGPT(GPT):
     def __init__(self, model: PreTrainedModel) -> None:
         nn.Module.__init__(self)
         if not isinstance(model, PreTrainedModel):
-            raise TypeError(
-                f"model must be a model of transformers, got {type(model).__name__}: of a model of peft, give what "
-                "merge_and_unload returns"
+            raise ArgumentTypeError(
+                "model",
+                f"must be a model of transformers, got {type(model).__name__}: of a model of peft, give what "
+                "merge_and_unload returns",
             )
         found = attention_modules(model)
         kept = [index for index, module in found.items() if not isinstance(module, SwappedAttention)]
         if kept:
-            raise ValueError(
-                f"model must have swapped attention in all {len(found)} layers, since softmax layers have no state of "
-                f"fixed size; these keep softmax: {', '.join(map(str, kept))}. Use the model with transformers"
+            raise ArgumentError(
+                "model",
+                f"must have swapped attention in all {len(found)} layers, since softmax layers have no state of "
+                f"fixed size; these keep softmax: {', '.join(map(str, kept))}. Use the model with transformers",
             )
         layers_in_all = getattr(model.config, "num_hidden_layers", len(found))
         if sorted(found) != list(range(layers_in_all)):
-            raise ValueError(
-                f"model must have attention in all of its {layers_in_all} layers; {type(model).__name__} has it in "
-                f"{len(found)}, and others of another kind"
+            raise ArgumentError(
+                "model",
+                f"must have attention in all of its {layers_in_all} layers; {type(model).__name__} has it in "
+                f"{len(found)}, and others of another kind",
             )
         self.net: Any = model
         head: Any = model.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
-            raise ValueError(
-                f"model must be a causal language model whose head is a matrix; {type(model).__name__} is not"
+            raise ArgumentError(
+                "model", f"must be a causal language model whose head is a matrix; {type(model).__name__} is not"
             )
         self._head = head
         self.embedding = cast("nn.Embedding", model.get_input_embeddings())
@@ -176,7 +180,7 @@ class SwappedGPT(GPT):
             ("shards", "context parallelism", shards),
         ):
             if given is not None:
-                raise ValueError(f"{name} ({what}) must be None with a model of transformers")
+                raise ArgumentError(name, f"({what}) must be None with a model of transformers")
         self._check(tokens, state)
         if not return_state and state is None:
             return self._run(tokens, mask, None), None
@@ -187,8 +191,8 @@ class SwappedGPT(GPT):
         ]
         x = self._run(tokens, mask, entries)
         if take_state is None and len(after) != len(entries):
-            raise ValueError(
-                "model must return states: with gradient checkpointing in training mode it has none; call eval first"
+            raise ArgumentError(
+                "model", "must return states: with gradient checkpointing in training mode it has none; call eval first"
             )
         return x, tuple(after[layer] for layer in sorted(after)) if return_state and take_state is None else None
 
@@ -226,16 +230,18 @@ class SwappedGPT(GPT):
         tokens = torch.arange(2, device=self.embedding.weight.device).unsqueeze(0)
         entries = ([_Segment(None, lambda _: None, seen) for _ in self.blocks] for seen in (0, 7))
         if _differ(*(self._run(tokens, None, some) for some in entries)):
-            raise ValueError(
-                "model must not depend on positions except through rotary embeddings, since sequences of a batch have "
+            raise ArgumentError(
+                "model",
+                "must not depend on positions except through rotary embeddings, since sequences of a batch have "
                 f"read different numbers of tokens; {type(self.net).__name__} has position embeddings: use generate of "
-                "transformers"
+                "transformers",
             )
         logits = linear(self._run(tokens, None, None), self.output_weight)
         if _differ(logits, self.net(input_ids=tokens, use_cache=False).logits):
-            raise ValueError(
-                f"model must have logits that are its features times the weight of its head; {type(self.net).__name__} "
-                "changes them afterwards"
+            raise ArgumentError(
+                "model",
+                f"must have logits that are its features times the weight of its head; {type(self.net).__name__} "
+                "changes them afterwards",
             )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sympow.checks import check_choice
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.swap.attention_parts import attention_modules, read_attention
 from sympow.hf.swap.classes import change_classes, swapped_config_class
@@ -108,9 +109,11 @@ def _prepare(
 ) -> tuple[SwapRecord, dict[int, SwappedAttention]]:
     """What `swap_attention` will put in place, by the index of a layer, and the record of it."""
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+        raise ArgumentTypeError("model", f"must be a model of transformers, got {type(model).__name__}")
     if hasattr(model.config, "sympow_attention"):
-        raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
+        raise ArgumentError(
+            "model", f"was swapped already, in layers {swapped_layers(model)}: swap all layers in one call"
+        )
     check_choice("cache_policy", others["cache_policy"], CACHE_POLICIES)
     check_choice("gating", gating, GATES)
     if initial_gate != INITIAL_GATE:
@@ -119,9 +122,10 @@ def _prepare(
     chosen = _chosen(layers, sorted(found))
     for index in chosen:
         if any(parameter.is_meta for parameter in found[index].parameters()):
-            raise ValueError(
-                f"model must have its weights in memory, but those of layer {index} are on the meta device, where "
-                "offloaded ones are: swap first, save, then load with device_map"
+            raise ArgumentError(
+                "model",
+                f"must have its weights in memory, but those of layer {index} are on the meta device, where "
+                "offloaded ones are: swap first, save, then load with device_map",
             )
     parts = {index: read_attention(model, index, found[index]) for index in chosen}
     if rotary is None:
@@ -159,16 +163,16 @@ def _chosen(layers: Layers, present: list[int]) -> list[int]:
         return present
     if layers == "every-other":
         if len(present) < 2:
-            raise ValueError("layers='every-other' is for models of at least two layers; the model has one")
+            raise ArgumentError("layers", "='every-other' is for models of at least two layers; the model has one")
         return present[1::2]
     given: Any = layers
     if not isinstance(given, list | tuple | range):
-        raise ValueError(f"layers must be 'all', 'every-other' or a list of indices; got {layers!r}")
+        raise ArgumentError("layers", f"must be 'all', 'every-other' or a list of indices; got {layers!r}")
     for index in layers:
         if not isinstance(index, int) or isinstance(index, bool):
-            raise TypeError(f"layers must hold integers, got {index!r}")
+            raise ArgumentTypeError("layers", f"must hold integers, got {index!r}")
         if index not in present:
-            raise ValueError(f"layers must be among {present[0]} to {present[-1]}, got {index}")
+            raise ArgumentError("layers", f"must be among {present[0]} to {present[-1]}, got {index}")
     if not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"layers must name at least one layer, and each once; got {list(layers)}")
+        raise ArgumentError("layers", f"must name at least one layer, and each once; got {list(layers)}")
     return sorted(layers)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.errors import ArgumentError
 from sympow.kernels.common import EPSILON, even_power, or_one, power_of_two_scale
 from sympow.kernels.rotary import TWO_PI, cos_sin
 
@@ -570,7 +571,7 @@ def launch_step(
     group, features = token.q.shape[1] // heads, 0 if state.weight is None else state.weight.shape[0]
     block_dim, columns = vector_block(dim), triton.next_power_of_2(value_dim)
     if state.kv is not None and features * value_dim >= 2**31:
-        raise ValueError(f"kv holds {features * value_dim} numbers a head; the kernels take fewer than 2³¹")
+        raise ArgumentError("kv", f"holds {features * value_dim} numbers a head; the kernels take fewer than 2³¹")
     update = out.kv is not None
     lengths = workspace_sizes(batch * heads, splits, group, dim, value_dim, update=update)
     exchange = Exchange(arrivals, *workspace[: sum(lengths)].split(lengths))

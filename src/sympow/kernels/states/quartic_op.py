@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.errors import ArgumentError
 from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
 from sympow.kernels.device_limits import limits_of
 from sympow.kernels.running_sums import gate_sums
@@ -176,20 +177,21 @@ past_attention.register_autograd(_differentiate, setup_context=_save)
 
 def _check(q: Tensor, k: Tensor, v: Tensor, power: int, chunk: int) -> None:
     if power != POWER:
-        raise ValueError(f"power must be {POWER}, got {power}")
+        raise ArgumentError("power", f"must be {POWER}, got {power}")
     if chunk < 1 or chunk % CHUNK_UNIT:
-        raise ValueError(f"chunk must be a positive multiple of {CHUNK_UNIT}, got {chunk}")
+        raise ArgumentError("chunk", f"must be a positive multiple of {CHUNK_UNIT}, got {chunk}")
     if q.shape[-1] not in DIMS or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"q and k must have heads of {DIMS} entries alike, got {q.shape[-1]} and {k.shape[-1]}")
+        raise ArgumentError("q", f"and k must have heads of {DIMS} entries alike, got {q.shape[-1]} and {k.shape[-1]}")
     if v.shape[-1] not in VALUE_DIMS:
-        raise ValueError(f"v must have heads of {VALUE_DIMS} entries, got {v.shape[-1]}")
+        raise ArgumentError("v", f"must have heads of {VALUE_DIMS} entries, got {v.shape[-1]}")
     if q.shape[2] % k.shape[2] or v.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"k and v must have as many heads as each other, and q a multiple of it: got {q.shape[2]} heads of q, "
-            f"{k.shape[2]} of k and {v.shape[2]} of v"
+        raise ArgumentError(
+            "k",
+            f"and v must have as many heads as each other, and q a multiple of it: got {q.shape[2]} heads of q, "
+            f"{k.shape[2]} of k and {v.shape[2]} of v",
         )
     if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        raise ArgumentError("q", f", k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree, slices
 from sympow.ops.rotation import rotate_sequence
 from sympow.ops.sequence import Sequence, run_documents
@@ -55,10 +56,10 @@ class KeyValueState(TensorRecord):
     def cat(cls, caches: abc.Sequence[KeyValueState]) -> KeyValueState:
         """Concatenates caches along the batch; shorter ones are padded on the left."""
         if not caches:
-            raise ValueError("caches must hold at least one cache, got none")
+            raise ArgumentError("caches", "must hold at least one cache, got none")
         kinds = sorted({(c.decay is not None, c.phase is not None, conv_shape(c)) for c in caches})
         if len(kinds) > 1:
-            raise ValueError(f"caches to be joined must agree in (gated, rotated, short_conv); got {kinds}")
+            raise ArgumentError("caches", f"to be joined must agree in (gated, rotated, short_conv); got {kinds}")
         length = max(cache.length for cache in caches)
         members = [cache._filled_up(length) for cache in caches]
         plain = all(type(cache) is KeyValueState and cache.length == length for cache in caches)
@@ -156,16 +157,17 @@ def softmax_attention(
     """
     check_tensors(q, k, v, log_gamma, beta, theta)
     if mask is not None and mask.shape != q.shape[:2]:
-        raise ValueError(f"mask must be (batch, time), {tuple(q.shape[:2])}; got {tuple(mask.shape)}")
+        raise ArgumentError("mask", f"must be (batch, time), {tuple(q.shape[:2])}; got {tuple(mask.shape)}")
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q)
         offsets = document_offsets(cu_seqlens, q.shape[1])
         if mask is not None:
-            raise ValueError("mask cannot be combined with cu_seqlens: packed documents need no padding")
+            raise ArgumentError("mask", "cannot be combined with cu_seqlens: packed documents need no padding")
         if initial_state is not None or return_state:
-            raise ValueError(
-                "cu_seqlens cannot be combined with initial_state or return_state in softmax attention: documents of "
-                "different lengths have caches of different lengths"
+            raise ArgumentError(
+                "cu_seqlens",
+                "cannot be combined with initial_state or return_state in softmax attention: documents of "
+                "different lengths have caches of different lengths",
             )
     if initial_state is not None:
         _check_cache(initial_state, k, v, gated=log_gamma is not None, rotated=theta is not None)
@@ -259,19 +261,21 @@ def _attend_rows(
 
 def _check_cache(state: KeyValueState, k: Tensor, v: Tensor, gated: bool, rotated: bool) -> None:
     if not isinstance(state, KeyValueState):
-        raise TypeError(f"initial_state must be a KeyValueState, got {type(state).__name__}")
+        raise ArgumentTypeError("initial_state", f"must be a KeyValueState, got {type(state).__name__}")
     if state.conv_state is not None:
-        raise ValueError("initial_state was made by a layer with short_conv: pass it to that layer")
+        raise ArgumentError("initial_state", "was made by a layer with short_conv: pass it to that layer")
     for name, cached, new in (("keys", state.k, k), ("values", state.v, v)):
         if cached.shape[0] != new.shape[0] or cached.shape[2:] != new.shape[2:]:
-            raise ValueError(
-                f"initial_state holds {name} of (batch, heads, dim) {(cached.shape[0], *cached.shape[2:])}, "
-                f"but the new ones have {(new.shape[0], *new.shape[2:])}"
+            raise ArgumentError(
+                "initial_state",
+                f"holds {name} of (batch, heads, dim) {(cached.shape[0], *cached.shape[2:])}, "
+                f"but the new ones have {(new.shape[0], *new.shape[2:])}",
             )
         if cached.dtype != new.dtype or cached.device != new.device:
-            raise ValueError(
-                f"initial_state holds {name} in {cached.dtype} on {cached.device}, but the new ones are in {new.dtype} "
-                f"on {new.device}"
+            raise ArgumentError(
+                "initial_state",
+                f"holds {name} in {cached.dtype} on {cached.device}, but the new ones are in {new.dtype} "
+                f"on {new.device}",
             )
     for what, has, wanted in (
         ("gates", state.decay is not None, gated),
@@ -279,4 +283,4 @@ def _check_cache(state: KeyValueState, k: Tensor, v: Tensor, gated: bool, rotate
     ):
         if has != wanted:
             made, used = ("with", "without") if has else ("without", "with")
-            raise ValueError(f"initial_state was made {made} {what}, but is used {used}")
+            raise ArgumentError("initial_state", f"was made {made} {what}, but is used {used}")

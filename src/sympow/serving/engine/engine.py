@@ -33,6 +33,7 @@ from sympow.checks import check_at_least, check_at_most, check_seed
 from sympow.data.pieces import PIECE, pieces
 from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel, stop_strings
@@ -135,7 +136,7 @@ class Engine:
         graphs: bool = True,
     ) -> None:
         if not isinstance(text_model, TextModel):
-            raise TypeError(f"text_model must be a TextModel, got {type(text_model).__name__}")
+            raise ArgumentTypeError("text_model", f"must be a TextModel, got {type(text_model).__name__}")
         model = text_model.model
         on_gpu = model.embedding.weight.is_cuda
         if segment_size is None:
@@ -148,13 +149,13 @@ class Engine:
             check_at_least(name, value, 1)
         check_at_least("prefix_cache_bytes", prefix_cache_bytes, 0)
         if step_rows > slots:
-            raise ValueError(f"step_rows must be at most the number of slots, {slots}; got {step_rows}")
+            raise ArgumentError("step_rows", f"must be at most the number of slots, {slots}; got {step_rows}")
         if max_context is None and model.config.mixer == "softmax":
-            raise ValueError(
-                "max_context must be given for a softmax model: a slot holds the keys and values of all its tokens"
+            raise ArgumentError(
+                "max_context", "must be given for a softmax model: a slot holds the keys and values of all its tokens"
             )
         if text_model.tokenizer.boundary >= model.config.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"text_model's tokenizer has the boundary token {text_model.tokenizer.boundary}, but the model has "
                 f"{model.config.vocab_size} tokens"
             )
@@ -220,7 +221,7 @@ class Engine:
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+            raise ArgumentTypeError("sampling", f"must be a Sampling, got {type(sampling).__name__}")
         check_at_least("max_tokens", max_tokens, 0)
         if logprobs is not None:
             check_at_least("logprobs", logprobs, 0)
@@ -267,7 +268,9 @@ class Engine:
         else:
             request = prompt
         if request.submitted:
-            raise ValueError("prompt is a Request that was submitted already: dataclasses.replace makes another one")
+            raise ArgumentError(
+                "prompt", "is a Request that was submitted already: dataclasses.replace makes another one"
+            )
         request.decoder = TextDecoder(self.text_model.tokenizer, request.stop)
         request.handle = Completion(request.tokens, self._scheduler.wake)
         try:
@@ -386,7 +389,7 @@ class Engine:
             _check_prefix(prefix, self.text_model)
         # The items of bytes are integers, too.
         if not isinstance(text, Iterable) or isinstance(text, bytes | bytearray):
-            raise TypeError(f"{name} must be a string or token ids, got {type(text).__name__}")
+            raise ArgumentTypeError(name, f"must be a string or token ids, got {type(text).__name__}")
 
         def check_before(most: int) -> None:
             if check is not None:
@@ -410,16 +413,16 @@ class Engine:
                 self._check_ids(name, some)
                 tokens.extend(some)
         if not tokens and prefix is None:
-            raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
+            raise ArgumentError(name, "must hold at least one token if there is no prefix to continue")
         return tokens
 
     def _check_ids(self, name: str, tokens: tuple[int, ...]) -> None:
         vocabulary = self.text_model.model.config.vocab_size
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool):
-                raise TypeError(f"{name} must be a string or token ids, got {type(token).__name__} among them")
+                raise ArgumentTypeError(name, f"must be a string or token ids, got {type(token).__name__} among them")
             if not 0 <= token < vocabulary:
-                raise ValueError(f"{name} must hold ids from 0 to {vocabulary - 1}, got {token}")
+                raise ArgumentError(name, f"must hold ids from 0 to {vocabulary - 1}, got {token}")
 
     def _check_room(self, name: str, tokens: int, prefix: Prefix | None, max_tokens: int | None) -> None:
         """Refuses more tokens than fit a slot; with max_tokens=None they are those known so far."""
@@ -428,21 +431,22 @@ class Engine:
             parts = f"{before:,} tokens of the prefix, {tokens:,} of its own and {max_tokens or 0:,} of max_tokens"
             if max_tokens is None:
                 parts = f"{before:,} tokens of the prefix and {tokens:,} or more of its own"
-            raise ValueError(f"{name} is too long: {parts} exceed {self._max_context:,}, the most tokens of a slot")
+            raise ArgumentError(name, f"is too long: {parts} exceed {self._max_context:,}, the most tokens of a slot")
 
 
 def _check_prefix(prefix: Prefix, text_model: TextModel) -> None:
     model = text_model.model
     if not isinstance(prefix, Prefix):
-        raise TypeError(f"prefix must be a Prefix, got {type(prefix).__name__}")
+        raise ArgumentTypeError("prefix", f"must be a Prefix, got {type(prefix).__name__}")
     if prefix.batch != 1:
-        raise ValueError(f"prefix must be of one text, got {prefix.batch}")
+        raise ArgumentError("prefix", f"must be of one text, got {prefix.batch}")
     shape = (len(model.blocks), model.config.vocab_size)
     if (len(prefix.state), prefix.logits.shape[1]) != shape:
-        raise ValueError(
-            f"prefix must be of a model with {shape[0]} layers and {shape[1]:,} tokens, "
-            f"got {len(prefix.state)} and {prefix.logits.shape[1]:,}"
+        raise ArgumentError(
+            "prefix",
+            f"must be of a model with {shape[0]} layers and {shape[1]:,} tokens, "
+            f"got {len(prefix.state)} and {prefix.logits.shape[1]:,}",
         )
     device = model.embedding.weight.device
     if prefix.logits.device != device:
-        raise ValueError(f"prefix must be on the model's device, {device}; got {prefix.logits.device}")
+        raise ArgumentError("prefix", f"must be on the model's device, {device}; got {prefix.logits.device}")

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError
 from sympow.generation.decoder import CapturedCall
 from sympow.model.gpt import GPT, ModelState
 from sympow.ops.validation import values_are_checked_on_devices
@@ -99,7 +100,7 @@ class PrefillGraphs:
         """The length that a segment of `count` tokens is padded to."""
         longest = self.lengths[-1]
         if not 1 <= count <= longest:
-            raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
+            raise ArgumentError("tokens", f"must be 1 to {longest} of a segment, got {count}")
         return next(length for length in self.lengths if length >= count)
 
     @torch.no_grad()

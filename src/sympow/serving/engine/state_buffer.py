@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.layers.mixers import ConformalAttention, LayerState
 from sympow.model.gpt import GPT, ModelState
 from sympow.ops.compilation import conv_shape
@@ -77,17 +78,18 @@ class StateBuffer:
     def _check(self, state: ModelState) -> None:
         """Refuses what a copy might broadcast."""
         if len(state) != len(self.layers):
-            raise ValueError(f"state must have an entry for each of {len(self.layers)} layers, got {len(state)}")
+            raise ArgumentError("state", f"must have an entry for each of {len(self.layers)} layers, got {len(state)}")
         for number, (layer, own) in enumerate(zip(state, self.layers, strict=True)):
             if not isinstance(layer, State):
-                raise TypeError(
-                    f"state must hold a State for each layer, got {type(layer).__name__} for layer {number}"
+                raise ArgumentTypeError(
+                    "state", f"must hold a State for each layer, got {type(layer).__name__} for layer {number}"
                 )
             kinds = [(x.power, x.key_dim, tuple(x.kv.shape), x.phase is not None, conv_shape(x)) for x in (layer, own)]
             if kinds[0] != kinds[1]:
-                raise ValueError(
-                    "state must agree with the model in (power, key dim, shape of kv, rotated, short_conv); "
-                    f"layer {number} has {kinds[0]}, expected {kinds[1]}"
+                raise ArgumentError(
+                    "state",
+                    "must agree with the model in (power, key dim, shape of kv, rotated, short_conv); "
+                    f"layer {number} has {kinds[0]}, expected {kinds[1]}",
                 )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
 
+from sympow.errors import ArgumentError, UserError
 from sympow.generation.sampling import Sampling
 from sympow.serving.engine.engine import MAX_LOGPROBS
 
@@ -34,9 +35,9 @@ def _prompts(value: Any) -> Any:
         return [value]
     if isinstance(value, list) and value and all(isinstance(x, str) or _is_ids(x) for x in value):
         if len(value) > MOST_PROMPTS:
-            raise ValueError(f"must be at most {MOST_PROMPTS:,} prompts, got {len(value):,}")
+            raise UserError(f"must be at most {MOST_PROMPTS:,} prompts, got {len(value):,}")
         return value
-    raise ValueError("must be a text, a list of token ids, or a list of texts or of lists of token ids")
+    raise UserError("must be a text, a list of token ids, or a list of texts or of lists of token ids")
 
 
 def _is_ids(value: Any) -> bool:
@@ -47,14 +48,14 @@ def _is_ids(value: Any) -> bool:
 def _texts(value: Any) -> Any:
     """One stop string or several, as a list."""
     if isinstance(value, list) and len(value) > MOST_STOPS:
-        raise ValueError(f"must be at most {MOST_STOPS} strings, got {len(value):,}")
+        raise UserError(f"must be at most {MOST_STOPS} strings, got {len(value):,}")
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
 def _part_type(value: Any) -> Any:
     if value != "text":
         got = repr(value[:50]) if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"must be 'text', since this server takes only text; got {got}")
+        raise UserError(f"must be 'text', since this server takes only text; got {got}")
     return value
 
 
@@ -73,7 +74,7 @@ def _only(*values: Any, why: str) -> BeforeValidator:
         # A number equal to a bool is not neutral: its type is wrong.
         if value is None or any(value == one and type(value) is type(one) for one in values):
             return value
-        raise ValueError(f"must be {' or '.join(map(json.dumps, (*values, None)))}: {why}")
+        raise UserError(f"must be {' or '.join(map(json.dumps, (*values, None)))}: {why}")
 
     return BeforeValidator(check)
 
@@ -134,11 +135,11 @@ class GenerationBody(BaseModel):
     def _check_what_is_not_there(self) -> GenerationBody:
         for name in ("frequency_penalty", "presence_penalty"):
             if getattr(self, name):
-                raise ValueError(f"{name} must be 0: this server has repetition_penalty instead")
+                raise ArgumentError(name, "must be 0: this server has repetition_penalty instead")
         if self.logit_bias:
-            raise ValueError("logit_bias must be empty: this server does not have it")
+            raise ArgumentError("logit_bias", "must be empty: this server does not have it")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options must only be given with stream")
+            raise ArgumentError("stream_options", "must only be given with stream")
         return self
 
     def options(self) -> dict[str, Any]:
@@ -188,9 +189,9 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_what_is_not_there_either(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of must be n: this server returns every completion that it generates")
+            raise ArgumentError("best_of", "must be n: this server returns every completion that it generates")
         if self.suffix:
-            raise ValueError("suffix must be empty: the model continues texts and does not fill gaps")
+            raise ArgumentError("suffix", "must be empty: the model continues texts and does not fill gaps")
         return self
 
     def options(self) -> dict[str, Any]:
@@ -240,7 +241,9 @@ class Message(BaseModel):
     @model_validator(mode="after")
     def _check_content(self) -> Message:
         if self.content is None and self.role != "assistant":
-            raise ValueError("content must be a text, or a list of text parts; only that of an assistant may be null")
+            raise ArgumentError(
+                "content", "must be a text, or a list of text parts; only that of an assistant may be null"
+            )
         return self
 
     def for_template(self) -> dict[str, str]:
@@ -284,9 +287,9 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check_together(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs must only be given with logprobs")
+            raise ArgumentError("top_logprobs", "must only be given with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens must not both be given")
+            raise ArgumentError("max_tokens", "and max_completion_tokens must not both be given")
         return self
 
     def options(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from filelock import lock_descriptor
 
 from sympow import tensor_file
 from sympow.data.plain_text import check_text
+from sympow.errors import ArgumentError, UserError
 from sympow.files import flush, write_atomically
 from sympow.generation.prefix import FORMAT as PREFIX_FORMAT
 from sympow.generation.prefix import Prefix
@@ -176,10 +177,10 @@ def _as_record(content: Any) -> Record:
     kinds = {"id": str, "name": str, "created_at": int, "tokens": int, "nbytes": int, "parent": str | None}
     names = {field.name for field in fields(Record)}
     if not isinstance(content, dict) or content.keys() != names:
-        raise ValueError(f"a context must have the entries {', '.join(sorted(names))}")
+        raise UserError(f"a context must have the entries {', '.join(sorted(names))}")
     for name, kind in kinds.items():
         if not isinstance(content[name], kind):
-            raise ValueError(f"{name} of a context must be {kind}")
+            raise ArgumentError(name, f"of a context must be {kind}")
         if isinstance(content[name], str):
             # JSON can hold lone surrogates, which no response can.
             check_text(name, content[name])

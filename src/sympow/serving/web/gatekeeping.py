@@ -16,6 +16,7 @@ from ipaddress import AddressValueError, IPv6Address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sympow.errors import ArgumentError
 from sympow.serving.web.errors import ApiError, disconnected, error_response
 
 # Seconds without data after which a request body is given up.
@@ -206,10 +207,12 @@ def read_keys(content: str) -> list[str]:
     keys = [line.strip() for line in content.splitlines()]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:
-        raise ValueError("api_key_file must have at least one key, in a line of its own")
+        raise ArgumentError("api_key_file", "must have at least one key, in a line of its own")
     for number, key in enumerate(keys, 1):
         if not key.isascii() or not key.isprintable() or " " in key:
-            raise ValueError(f"api_key_file must have keys of printable ASCII characters without spaces; key {number}")
+            raise ArgumentError(
+                "api_key_file", f"must have keys of printable ASCII characters without spaces; key {number}"
+            )
     return keys
 
 
@@ -239,6 +242,7 @@ def _host_name(name: str) -> str:
     except AddressValueError:
         if HOST_NAME.fullmatch(name):
             return name.lower()
-    raise ValueError(
-        f"allow_host must be a name such as models.example, or an address, without scheme, port and path; got {name!r}"
+    raise ArgumentError(
+        "allow_host",
+        f"must be a name such as models.example, or an address, without scheme, port and path; got {name!r}",
     )

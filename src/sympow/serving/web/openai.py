@@ -20,6 +20,7 @@ from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from sympow.errors import ArgumentError
 from sympow.generation.cache import empty_windows, state_nbytes
 from sympow.serving.engine.engine import Engine
 from sympow.serving.engine.request import Request
@@ -214,9 +215,10 @@ def _check_logprobs(requests: list[Request]) -> None:
     generated = sum(request.max_tokens for request in requests)
     count = (echoed + generated) * (each + 1)
     if count > MOST_LOGPROBS:
-        raise ValueError(
-            f"logprobs must be at most {MOST_LOGPROBS:,} numbers in all choices, (tokens of echoed prompts + "
-            f"max_tokens) × (logprobs + 1); got ({echoed:,} + {generated:,}) × {each + 1} = {count:,}"
+        raise ArgumentError(
+            "logprobs",
+            f"must be at most {MOST_LOGPROBS:,} numbers in all choices, (tokens of echoed prompts + "
+            f"max_tokens) × (logprobs + 1); got ({echoed:,} + {generated:,}) × {each + 1} = {count:,}",
         )
 
 

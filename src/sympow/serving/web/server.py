@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from sympow.errors import ArgumentError
 from sympow.serving.web.openai import Service
 
 # Seconds after the grace period for clients to read the rest of their responses.
@@ -33,7 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
             on_failure.pop_all()
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"host and port cannot be used: {host}:{port}: {reason}") from error
+        raise ArgumentError("host", f"and port cannot be used: {host}:{port}: {reason}") from error
     return made
 
 
