@@ -14,7 +14,7 @@ SOURCE = Path(sympow.__file__).parent
 # Layers of imports: a package imports only from layers above its own here. Packages of one layer do not import each
 # other.
 LAYERS = (
-    ("checks", "exceptions", "extras", "files", "invocation", "kernels"),
+    ("errors", "extras", "files", "invocation", "kernels"),
     ("locks", "parsing", "settings", "tensor_file"),
     ("ops", "data"),
     ("parallel",),

@@ -1,14 +1,13 @@
 """What the commands share: the base class of commands, the layout of help, common options, and messages about flags.
 
-A command's function raises an exception. `sympow.cli.errors` decides what is printed for it; `in_flags` here replaces
-Python's names of arguments by the command's flags.
+A command's function raises an exception. `sympow.cli.errors` decides what is printed for it; `in_flags` here puts
+a command's flag in place of an argument's name.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from typer.core import TyperCommand
 
 from sympow.checks import check_choice, choose_device
 from sympow.cli.errors import Reported
+from sympow.errors import ArgumentError, UserError
 
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel
@@ -81,8 +81,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        def show_mistake(message: str) -> NoReturn:
-            raise Mistake(in_flags(message, ctx.command.params), ctx=ctx)
+        def show_mistake(error: UserError) -> NoReturn:
+            raise Mistake(in_flags(error, ctx.command.params), ctx=ctx)
 
         with Reported(ctx.command_path, show_mistake):
             return super().invoke(ctx)
@@ -122,28 +122,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def in_flags(message: str, parameters: list[Any]) -> str:
-    """The message of an exception with Python's names of a command's options replaced by their flags.
-
-    A name is replaced at the beginning of the message ("top_k must be …"), and elsewhere only where it cannot be an
-    ordinary word: if it has an underscore or precedes a "=". It is not replaced after a colon, as in
-    "config.yaml: top_k …", where it is a key of that file.
-    """
-    flags: dict[str, str] = {}
-    for parameter in parameters:
-        for flag in parameter.opts:
-            if flag.startswith("--"):
-                name = flag.removeprefix("--").replace("-", "_")
-                flags[name] = flag
-                if getattr(parameter, "multiple", False):
-                    flags[f"{name}s"] = flag
-    for name, option in ALIASES.items():
-        if option in flags:
-            flags.setdefault(name, flags[option])
-    if not flags:
-        return message
-    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
-    unmistakable = "|".join(name for name in flags if "_" in name) or r"\b\B"
-    subject = rf"^(?:{names})(?= (?:must|is|and|cannot|needs|compares)\b)"
-    elsewhere = rf"(?<!: )\b(?:(?:{unmistakable})\b|(?:{names})(?==))"
-    return re.sub(rf"{subject}|{elsewhere}", lambda found: flags[found[0]], message)
+def in_flags(error: UserError, parameters: list[Any]) -> str:
+    """The message of an error with a flag in place of the argument's name, if one of a command's options sets it."""
+    if isinstance(error, ArgumentError):
+        option = ALIASES.get(error.name, error.name).replace("_", "-")
+        for parameter in parameters:
+            # An option that can be given several times has a name in the singular.
+            for flag in {f"--{option}", f"--{option.removesuffix('s')}" if parameter.multiple else ""}:
+                if flag in parameter.opts:
+                    return error.about(flag)
+    return str(error)

@@ -6,9 +6,9 @@ work failed, with arguments that are right.
 ==================================================  =========================================  =========
 exception                                           what is printed                            exit code
 ==================================================  =========================================  =========
-ValueError that sympow raised                       the message, and where to find help        2
+`UserError`                                         the message, and where to find help        2
 OSError, out of memory, a missing module            the message                                1
-an exception class of sympow                        why it stopped                             1
+`StoppedError`                                      why it stopped                             1
 KeyboardInterrupt                                   "interrupted"                              130
 anything else                                       a traceback, with a note that it is a bug  1
 ==================================================  =========================================  =========
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from sympow.exceptions import defined_by_sympow, raised_by_sympow
+from sympow.errors import StoppedError, UserError
 
 BUG = "sympow did not expect this. If it is a bug in sympow, please report it with the lines above."
 INTERRUPTED = 130
@@ -33,11 +33,10 @@ class Reported:
 
     Args:
         program: the command as it was called; each message begins with it.
-        on_mistake: called with the message of an invalid argument; does not return. By default the message is printed
-            like any other.
+        on_mistake: called with a user's mistake; does not return. By default its message is printed like any other.
     """
 
-    def __init__(self, program: str, on_mistake: Callable[[str], NoReturn] | None = None) -> None:
+    def __init__(self, program: str, on_mistake: Callable[[UserError], NoReturn] | None = None) -> None:
         self.program, self.on_mistake = program, on_mistake
 
     def __enter__(self) -> None:
@@ -48,15 +47,15 @@ class Reported:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._stop("interrupted", INTERRUPTED, on_every_process=False)
-        if isinstance(error, ValueError) and raised_by_sympow(error):
+        if isinstance(error, UserError):
             # All processes of torchrun have the same arguments, and so the same mistake.
             if self.on_mistake is not None and _first_on_machine():
-                self.on_mistake(str(error))
+                self.on_mistake(error)
             self._stop(f"error: {error}", 2, on_every_process=False)
         if _is_failure(error):
             # Other processes may not have failed, so each prints its own.
             self._stop(f"error: {_describe(error)}", 1, on_every_process=True)
-        if error is not None and defined_by_sympow(type(error)):
+        if isinstance(error, StoppedError):
             print(f"stopped: {error}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
         if isinstance(error, Exception) and not _is_for_typer(error) and BUG not in getattr(error, "__notes__", ()):

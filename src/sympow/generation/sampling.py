@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_at_least, check_finite, check_seed
-from sympow.errors import ArgumentError, ArgumentTypeError
+from sympow.errors import ArgumentError, ArgumentTypeError, StoppedError
 from sympow.generation.cache import CachePolicy
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 
 
-class NonFiniteLogitsError(ArithmeticError):
+class NonFiniteLogitsError(StoppedError, ArithmeticError):
     """A model's logits are NaN or infinite, so that no token can be sampled from them."""
 
 

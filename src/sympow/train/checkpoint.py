@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from sympow.errors import UserError
 from sympow.files import flush
 from sympow.train.distributed import Place
 
@@ -68,7 +69,7 @@ _ADMITTED = {
 }
 
 
-class DamagedCheckpointError(ValueError):
+class DamagedCheckpointError(UserError):
     """A checkpoint whose files do not match their checksums, or are not those of a checkpoint."""
 
 
@@ -305,7 +306,7 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, checksum]
 
 
-class UnreadableMetadataError(ValueError):
+class UnreadableMetadataError(UserError):
     """A checkpoint's metadata is malformed, or names classes that are not admitted."""
 
 

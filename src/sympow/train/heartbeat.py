@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sympow.errors import StoppedError
 from sympow.train.distributed import Place, connect_store, from_all_processes, torchrun_hosts_store
 from sympow.train.signals import StopRequest
 
@@ -40,7 +41,7 @@ EXIT_GRACE = 5.0
 STOP_GRACE = 20.0
 
 
-class LostProcessError(RuntimeError):
+class LostProcessError(StoppedError, RuntimeError):
     """Another process of the run is dead or hangs; the message names it."""
 
 

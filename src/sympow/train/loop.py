@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sympow.data.loader import Batch, Loader
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import ArgumentError, StoppedError, UserError
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.train.checkpoint import Checkpoints
 from sympow.train.config import OptimizerConfig, RunConfig
@@ -36,7 +36,7 @@ from sympow.train.run_folder import CHECKPOINTS, EXPORT, METRICS_FILE, TENSORBOA
 from sympow.train.signals import StopRequest
 
 
-class NonFiniteLossError(ArithmeticError):
+class NonFiniteLossError(StoppedError, ArithmeticError):
     """A loss or gradient is NaN or infinite; the message names the batch and the modules."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import ArgumentError, StoppedError, UserError
 from sympow.files import check_can_write, missing_folders, remove_empty
 from sympow.locks import HeldLock, lock_file, read_note
 from sympow.train.distributed import Place
@@ -29,7 +29,7 @@ TENSORBOARD = "tensorboard"
 OWN = (LOCK_FILE, CONFIG_FILE, METRICS_FILE, CHECKPOINTS, EXPORT, TENSORBOARD, "wandb", "wandb-id")
 
 
-class LostFolderError(RuntimeError):
+class LostFolderError(StoppedError, RuntimeError):
     """Another process has taken the run folder, after the file of this run's lock had been removed."""
 
 

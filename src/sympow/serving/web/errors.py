@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from sympow.errors import ArgumentError
 from sympow.serving.engine.completion import RequestError
 from sympow.serving.engine.scheduler import EngineClosedError, QueueFullError
 
@@ -65,8 +66,8 @@ def api_error(error: Exception, fields: Collection[str] | None = None) -> ApiErr
     """What a client is told of an exception.
 
     Args:
-        fields: fields of the request, whose values the library has refused by a ValueError or TypeError: its message
-            begins with an argument's name, which is the error's param if it is one of these. None: it is a bug.
+        fields: fields of the request, whose values the library has refused by a ValueError or TypeError: an argument's
+            name is the error's param if it is one of these. None: it is a bug.
     """
     match error:
         case ApiError():
@@ -85,9 +86,8 @@ def api_error(error: Exception, fields: Collection[str] | None = None) -> ApiErr
         case RequestError():
             return failed(str(error))
         case ValueError() | TypeError() if fields is not None:
-            message = str(error)
-            name = _first_word(message)
-            return ApiError(400, message, param=name if name in fields else None)
+            name = argument_of(error)
+            return ApiError(400, str(error), param=name if name in fields else None)
         case _:
             # The server prints the traceback; the client gets no details.
             return ApiError(500, "the server failed on this request", "server_error")
@@ -151,8 +151,8 @@ def _invalid(error: RequestValidationError | ValidationError) -> ApiError:
     if first["type"] == "model_attributes_type":
         message = "Input should be an object"
     if not place:
-        # Of the whole body, by a validator whose message begins with a field.
-        return ApiError(400, message, param=_first_word(message) if first["type"] == "value_error" else None)
+        # Of the whole body, by a validator.
+        return ApiError(400, message, param=argument_of(first.get("ctx", {}).get("error")))
     where = ".".join(map(str, place))
     return ApiError(400, f"{where}: {message}", param=str(place[0]))
 
@@ -165,6 +165,5 @@ def not_sent_as_json() -> ApiError:
     return ApiError(400, "the body must be JSON: send it with `Content-Type: application/json`", code="not_json")
 
 
-def _first_word(message: str) -> str:
-    found = re.match(r"\w*", message)
-    return found[0] if found else ""
+def argument_of(error: object) -> str | None:
+    return error.name if isinstance(error, ArgumentError) else None
