@@ -14,7 +14,8 @@ SOURCE = Path(sympow.__file__).parent
 # Layers of imports: a package imports only from layers above its own here. Packages of one layer do not import each
 # other.
 LAYERS = (
-    ("errors", "extras", "files", "invocation", "kernels"),
+    ("errors", "extras", "invocation"),
+    ("checks", "files", "kernels"),
     ("locks", "parsing", "settings", "tensor_file"),
     ("ops", "data"),
     ("parallel",),
