@@ -207,7 +207,7 @@ def word_tokenizer():
 
 def test_words_keep_their_spaces_in_continuations(folder):
     # It needs pydantic, which only the extra `serve` brings.
-    from sympow.serving.web.openai import TokenNames, TokenOffsets
+    from sympow.serving.web.answers import TokenNames, TokenOffsets
 
     path, model = folder(tokenizer=word_tokenizer(), vocab_size=11)
     text_model, fast = TextModel.load(path), AutoTokenizer.from_pretrained(path)
