@@ -94,6 +94,8 @@ const known = new Map();
 const deleted = new Set();
 // The document to choose once it is read: the last one uploaded here, unless the reader chose another since.
 let awaited = null;
+// Uploads under way: a document that appears on the server meanwhile may be one of them, which have rows already.
+let uploading = 0;
 
 const chosenContext = () => known.get(document.querySelector('[name="document"]:checked').value)?.context;
 const nameOf = (context) => context.name || context.id;
@@ -175,7 +177,7 @@ async function look() {
     // Documents that were uploaded or deleted here meanwhile need not be in the answer, or may still be.
     for (const id of before) if (known.has(id) && !data.some((context) => context.id === id)) forget(id);
     // The newest comes first there, and rows are added above others.
-    for (const context of data.reverse()) if (!deleted.has(context.id)) showContext(context);
+    for (const context of data.reverse()) if (known.has(context.id) || (!deleted.has(context.id) && !uploading)) showContext(context);
     say(byId("trouble"));
   } catch (error) {
     say(byId("trouble"), wordsFor(error));
@@ -204,13 +206,11 @@ async function upload(file) {
   const body = new FormData();
   body.append("name", name);
   body.append("file", file);
+  uploading += 1;
   try {
     const context = await fetchJson("v1/contexts", { method: "POST", body, signal: cancel.signal });
     awaited = context.id;
-    // A look at the server may have found it first, and put it above what was uploaded since.
-    if (known.has(context.id)) forget(context.id);
     showContext(context, row);
-    look();
     return true;
   } catch (error) {
     row.remove();
@@ -218,6 +218,9 @@ async function upload(file) {
     const cut = "The upload was cut off: the file is more than the server accepts, or the server is gone.";
     if (!cancel.signal.aborted) say(byId("document-error"), `${name}: ${wordsFor(error, cut)}`);
     return false;
+  } finally {
+    uploading -= 1;
+    look();
   }
 }
 
