@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 NUMBERS = ("loss", "gradient_norm", "learning_rate", "heldout_loss")
 SMALL = [
@@ -148,8 +149,13 @@ def conversion(jobs: Jobs) -> object:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    tokens: dict[str, Any] = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
     config = LlamaConfig(**shape, **tokens, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(jobs.folder / "teacher")
     flags = "--context 64 --batch-tokens 512 --micro-batch-tokens 256 --match-tokens 5120 --distill-tokens 5120"

@@ -146,12 +146,12 @@ def test_a_token_beyond_the_vocabulary_names_file_and_place(memory_of):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("lengths", [64], "TypeError: lengths of the dataset must be a NumPy array of integers, got list"),
-        ("blocks", np.array([0.0, 1]), "TypeError: blocks of the dataset must be .* got an array of float64"),
-        ("boundary", None, "TypeError: boundary of the dataset must be an int, got NoneType"),
-        ("boundary", 257, "ValueError: boundary of the dataset must be .* below its vocab_size, 257; got 257"),
+        ("lengths", [64], "ArgumentTypeError: lengths of the dataset must be a NumPy array of integers, got list"),
+        ("blocks", np.array([0.0, 1]), "ArgumentTypeError: blocks of the dataset must be .* got an array of float64"),
+        ("boundary", None, "ArgumentTypeError: boundary of the dataset must be an int, got NoneType"),
+        ("boundary", 257, "ArgumentError: boundary of the dataset must be .* below its vocab_size, 257; got 257"),
         ("documents", [np.ones(64)], "TypeError: 0.txt: read.0, 0, 32. .* must return integers, got float64"),
-        ("documents", [np.ones(20, int)], "ValueError: 0.txt: .* must return 32 tokens, got an array of shape .20,."),
+        ("documents", [np.ones(20, int)], "UserError: 0.txt: .* must return 32 tokens, got an array of shape .20,."),
     ],
 )
 def test_a_dataset_with_wrong_members_is_refused(memory_of, name, value, message):

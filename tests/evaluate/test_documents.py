@@ -54,7 +54,7 @@ def test_sequences_and_their_documents_are_counted(length, count, expected):
 
 
 def test_too_long_a_stretch_is_refused():
-    with pytest.raises(ValueError, match=r"some documents has no document of length=8 tokens; the longest has 7"):
+    with pytest.raises(ValueError, match=r"length must be at most 7, the longest document of some documents; got 8"):
         document_sequences(DATASET, 8, 1)
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
         document_sequences(DATASET, 3, 0)

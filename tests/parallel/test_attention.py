@@ -113,15 +113,18 @@ def test_ranks_evaluate_a_document_together(pool, mixer, segment_size, length):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("lengths", "ValueError: lengths must have an entry for each of 2 ranks, got 3"),
-        ("length", "ValueError: q must have the 3 tokens of rank 0 of 2; got 4"),
-        ("exchange", "ValueError: exchange must be one of 'auto', 'gather', 'rounds'; got 'ring'"),
-        ("group", "TypeError: group must be a ProcessGroup or a DeviceMesh, got str"),
-        ("documents", "ValueError: initial_state and return_state cannot be combined with shards of packed documents"),
-        ("offsets", "ValueError: cu_seqlens must end at the length, 8; got 7"),
-        ("softmax", "ValueError: return_state cannot be combined with shards in softmax attention"),
-        ("take", "ValueError: x must have the whole sequence, 8 tokens, along dim 1; got 4"),
-        ("evaluation", "ValueError: segment_size must be at least 10 for a softmax model in 2 processes"),
+        ("lengths", "ArgumentError: lengths must have an entry for each of 2 ranks, got 3"),
+        ("length", "ArgumentError: q must have the 3 tokens of rank 0 of 2; got 4"),
+        ("exchange", "ArgumentError: exchange must be one of 'auto', 'gather', 'rounds'; got 'ring'"),
+        ("group", "ArgumentTypeError: group must be a ProcessGroup or a DeviceMesh, got str"),
+        (
+            "documents",
+            "ArgumentError: initial_state and return_state cannot be combined with shards of packed documents",
+        ),
+        ("offsets", "ArgumentError: cu_seqlens must end at the length, 8; got 7"),
+        ("softmax", "ArgumentError: return_state cannot be combined with shards in softmax attention"),
+        ("take", "ArgumentError: x must have the whole sequence, 8 tokens, along dim 1; got 4"),
+        ("evaluation", "ArgumentError: segment_size must be at least 10 for a softmax model in 2 processes"),
     ],
 )
 def test_mistakes_are_named(pool, what, message):

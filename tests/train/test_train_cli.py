@@ -92,7 +92,7 @@ def test_a_short_convolution_is_asked_for_and_refused_with_context_parallelism(a
     assert asked.config == laptop().changed(short_conv=4)
     refused = invoke("--short-conv", 4, "--context-parallel", 2, "--out", "x")
     assert refused.exit_code == 2
-    assert "--short-conv is not supported with --context-parallel" in said(refused)
+    assert "--short-conv is not supported with context_parallel above 1" in said(refused)
 
 
 def test_flags_override_a_file_or_a_preset(asked, tmp_path):

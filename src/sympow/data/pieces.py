@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from sympow.errors import UserError
+from sympow.errors import ArgumentError
 
 # Characters after which a piece ends at the next cut.
 PIECE = 2**14
@@ -49,7 +49,7 @@ def pieces(name: str, text: str, cuts: re.Pattern[str] | None) -> Iterator[str]:
         end = len(text) if found is None else found.start()
         if end - start > LONGEST_PIECE:
             where = "with this tokenizer, which takes a text as a whole" if cuts is None else "without a space"
-            raise UserError(f"{name} must have at most {LONGEST_PIECE:,} characters {where}; got {end - start:,}")
+            raise ArgumentError(name, f"must have at most {LONGEST_PIECE:,} characters {where}; got {end - start:,}")
         yield text[start:end]
         start = end
 

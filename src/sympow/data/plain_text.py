@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from sympow.errors import UserError
+from sympow.errors import ArgumentError, UserError
 
 STANDARD_INPUT = "-"
 # Byte order marks of files that some Windows programs write.
@@ -41,7 +41,7 @@ def read_text(file: Path | str) -> str:
 def _read_stream(stream: BinaryIO, name: str) -> bytes:
     content = stream.read(LONGEST_STREAM + 1)
     if len(content) > LONGEST_STREAM:
-        raise UserError(f"{name} must have at most {LONGEST_STREAM:,} bytes, unless it is a file; got more")
+        raise ArgumentError(name, f"must have at most {LONGEST_STREAM:,} bytes, unless it is a file; got more")
     return content
 
 
@@ -55,9 +55,10 @@ def decode(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         encoding = "UTF-16" if content.startswith(UTF16_MARKS) else "ENCODING"
-        raise UserError(
-            f"{name} is not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start:,}; convert it first, "
-            f"as with `iconv -f {encoding} -t UTF-8`"
+        raise ArgumentError(
+            name,
+            f"is not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start:,}; convert it first, "
+            f"as with `iconv -f {encoding} -t UTF-8`",
         ) from error
 
 
@@ -70,7 +71,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is not UTF-8 text: character {error.start:,} has no UTF-8 encoding") from error
+        raise ArgumentError(name, f"is not UTF-8 text: character {error.start:,} has no UTF-8 encoding") from error
 
 
 def unescape(name: str, text: str) -> str:
@@ -91,8 +92,8 @@ def unescape(name: str, text: str) -> str:
         if len(escape) > 1:
             return chr(int(escape[1:], 16))
         if escape not in ESCAPES:
-            raise UserError(
-                rf"{name} must have no escapes but \n, \r, \t, \xNN, \uNNNN and \\ for a backslash; got {found[0]}"
+            raise ArgumentError(
+                name, rf"must have no escapes but \n, \r, \t, \xNN, \uNNNN and \\ for a backslash; got {found[0]}"
             )
         return ESCAPES[escape]
 

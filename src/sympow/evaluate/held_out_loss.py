@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import TokenDataset
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import ArgumentError
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.model.losses import token_losses
 from sympow.parallel.shards import Shards, as_group
@@ -194,8 +194,8 @@ def _places(dataset: TokenDataset, length: int, count: int) -> list[tuple[int, i
         check_at_least(name, value, 1)
     lengths = np.asarray(dataset.lengths)
     if lengths.max() < length:
-        raise UserError(
-            f"{dataset.name} has no document of length={length:,} tokens; the longest has {lengths.max():,}"
+        raise ArgumentError(
+            "length", f"must be at most {lengths.max():,}, the longest document of {dataset.name}; got {length:,}"
         )
     found: list[tuple[int, int]] = []
     start = 0

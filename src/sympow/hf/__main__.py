@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.argv = [chosen.module, *chosen.arguments]
         runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
         return
-    with Reported(parser.prog, parser.error):
+    with Reported(parser.prog, lambda error: parser.error(str(error))):
         CONVERSIONS[chosen.command](chosen.folder, chosen.out)
 
 

@@ -175,5 +175,6 @@ class SympowConfig(PreTrainedConfig):
             return replace(native, head_dim=None) if native.head_dim == native.width / native.heads else native
         except (ValueError, TypeError) as error:
             words = "|".join(map(re.escape, TRANSFORMERS_NAMES))
-            message = re.sub(rf"\b({words})\b", lambda match: TRANSFORMERS_NAMES[match[1]], str(error))
-            raise type(error)(message) from error
+            raise type(error)(
+                *(re.sub(rf"\b({words})\b", lambda match: TRANSFORMERS_NAMES[match[1]], part) for part in error.args)
+            ) from error
