@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from sympow.check.operator import load_rows
-from sympow.report.figures import plot_bench_rows
+from sympow.report.figure_files import plot_bench_rows
 
 
 def main() -> None:

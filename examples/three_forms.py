@@ -22,7 +22,7 @@ from sympow.check.timing import Timing, environment, measure
 from sympow.model.accounting import crossover, key_value_elements, state_elements
 from sympow.ops import reference
 from sympow.ops.torch.softmax import softmax_attention
-from sympow.report.figures import plot_time_against_context
+from sympow.report.figure_files import plot_time_against_context
 from sympow.report.model_info import format_bytes
 
 HEADS, DIM = 4, 32

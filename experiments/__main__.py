@@ -25,10 +25,10 @@ import torch
 
 from experiments import beyond_the_paper, paper, recall, state_tracking, text_rotation
 from experiments.grid import SCALES, Scale
-from experiments.run import PlannedRun, differences
 from experiments.runner import is_alone, train_all
 from experiments.store import Store
 from experiments.sweep import Sweep
+from experiments.text_run import PlannedRun, differences
 from sympow.invocation import first_process
 
 EXPERIMENTS: dict[str, Callable[[Scale], Sequence[PlannedRun] | Sequence[Sweep]]] = {

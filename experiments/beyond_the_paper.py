@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.grid import Scale
-from experiments.run import PlannedRun
+from experiments.text_run import PlannedRun
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 # Variants, and the settings that they change.

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from experiments.prepare_corpus import unpack_shards
-from experiments.run import condense
+from experiments.text_run import condense
 from sympow.checks import choose_device
 from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import ModelLosses, difference
@@ -41,11 +41,11 @@ from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.files import write_atomically
 from sympow.parsing import read_json
-from sympow.train.distributed import process_group
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.loop import Surroundings
 from sympow.train.metrics import read_metrics
 from sympow.train.objective import fast_float32
+from sympow.train.processes import process_group
 from sympow.train.run_folder import CHECKPOINTS, METRICS_FILE, claimed_folder
 from sympow.train.signals import stop_on_signals
 

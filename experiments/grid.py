@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.run import EvaluationPlan, PlannedRun, heldout_loss
+from experiments.text_run import EvaluationPlan, PlannedRun, heldout_loss
 from sympow import GPTConfig
 from sympow.model.config import VARIANTS
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.grid import Scale
-from experiments.run import PlannedRun
+from experiments.text_run import PlannedRun
 
 CURVES = ("softmax", "sympow", "gating", "conformal")
 

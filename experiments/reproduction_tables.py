@@ -22,8 +22,8 @@ from typing import Any
 
 from experiments.figures import accuracy_table, recall_table
 from experiments.grid import SCALES
-from experiments.run import heldout_loss
 from experiments.store import Store
+from experiments.text_run import heldout_loss
 from sympow.files import write_atomically
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"

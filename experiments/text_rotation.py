@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from experiments.grid import Scale
-from experiments.run import EvaluationPlan, PlannedRun, heldout_loss
+from experiments.text_run import EvaluationPlan, PlannedRun, heldout_loss
 
 # Tokens of a batch and steps by scale: all switches, then some of them in larger batches. At scale small these are one
 # pass over the books' 47.6 million training tokens, and four. Half as many steps of the larger batches are too few: the

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from sympow import GPT, GPTConfig
 from sympow.cli.app import app
-from sympow.cli.common import in_flags
-from sympow.cli.errors import BUG
+from sympow.cli.errors import BUG, in_flags
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.model.storage import save_model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sympow.data import Loader
 from sympow.data.loader import prefetch
-from sympow.data.rows import full_rows, joined_rows
+from sympow.data.row_order import full_rows, joined_rows
 
 LENGTHS = [100, 64, 130, 33, 17, 256, 90, 71, 64, 200]
 BLOCKS = [0, 3, 4, 8, 10]

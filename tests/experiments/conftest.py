@@ -5,7 +5,7 @@ from experiment_settings import TINY
 
 from experiments.__main__ import EXPERIMENTS
 from experiments.grid import cpu
-from experiments.run import EvaluationPlan
+from experiments.text_run import EvaluationPlan
 
 
 @pytest.fixture

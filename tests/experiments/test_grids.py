@@ -11,8 +11,8 @@ from experiment_settings import TINY
 from experiments import __main__ as laboratory
 from experiments import beyond_the_paper, paper, text_rotation
 from experiments.grid import SCALES
-from experiments.run import EvaluationPlan, differences, settings_of
 from experiments.store import Store
+from experiments.text_run import EvaluationPlan, differences, settings_of
 from sympow.model.config import VARIANTS
 from sympow.train.config import TrainConfig
 from sympow.train.config import paper as paper_config

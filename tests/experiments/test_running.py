@@ -20,9 +20,9 @@ from filelock import FileLock
 from experiments import __main__ as laboratory
 from experiments import figures
 from experiments.figures import report_run
-from experiments.run import PlannedRun, condense
 from experiments.runner import train_all
 from experiments.store import Store, StoredResult
+from experiments.text_run import PlannedRun, condense
 from sympow.report.run_collection import collect
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics

@@ -17,7 +17,7 @@ from transformers.utils import direct_transformers_import
 from support import assert_close, assert_same_model
 from sympow import GPTConfig, hf, rotary_rates
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel
-from sympow.hf.registration import check_version
+from sympow.hf.transformers_module import check_version
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from report.made_up import VARIANTS, write_run
 from sympow.check.operator import Setting, load_rows, methods
 from sympow.check.timing import Timing, environment
 from sympow.evaluate import PasskeyPoint, RecallPoint
-from sympow.report.figures import (
+from sympow.report.figure_files import (
     plot_bench_rows,
     plot_loss_by_context,
     plot_loss_by_position,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sympow.check.timing import Timing, environment, measure, save_results
-from sympow.report.figures import plot_time_against_context
+from sympow.report.figure_files import plot_time_against_context
 from sympow.report.model_info import format_bytes, format_count
 
 

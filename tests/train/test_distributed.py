@@ -16,7 +16,7 @@ from train.conftest import TINY, as_flags, seed
 from support import assert_close
 from sympow.model.storage import load_model
 from sympow.train.checkpoint import read_seal
-from sympow.train.distributed import Place, any_process
+from sympow.train.processes import Place, any_process
 
 # A checkpoint every step: writing in the background must not interfere with the collectives of training.
 THOROUGH = {"layers": 2, "micro_batch_tokens": 64, "clip_norm": 0.5, "save_every": 1, "evaluate_every": 2}

@@ -15,8 +15,8 @@ from sympow import locks
 from sympow.cli.app import app
 from sympow.locks import lock_file
 from sympow.train import TrainConfig, loop, train
-from sympow.train.distributed import Place
 from sympow.train.metrics import read_metrics
+from sympow.train.processes import Place
 from sympow.train.run_folder import LostFolderError, claimed_folder
 
 STARTS = 50

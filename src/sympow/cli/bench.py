@@ -80,7 +80,7 @@ def bench(
     import torch
 
     from sympow.check.operator import Row, Setting, describe, print_rows, progress_bar, run_bench, save_rows
-    from sympow.report.figures import plot_bench_rows
+    from sympow.report.figure_files import plot_bench_rows
     from sympow.settings import BACKENDS, check_power
 
     device = choose_device(device)

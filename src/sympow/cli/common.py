@@ -1,7 +1,6 @@
 """What the commands share: the base class of commands, the layout of help, common options, and messages about flags.
 
-A command's function raises an exception. `sympow.cli.errors` decides what is printed for it; `in_flags` here puts
-a command's flag in place of an argument's name.
+A command's function raises an exception. `sympow.cli.errors` decides what is printed for it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import typer
 from typer.core import TyperCommand
 
 from sympow.checks import check_choice, choose_device
-from sympow.cli.errors import Reported
-from sympow.errors import ArgumentError, UserError
+from sympow.cli.errors import Reported, in_flags
+from sympow.errors import UserError
 
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel
@@ -30,9 +29,6 @@ SEGMENT_SIZE = 8_192
 SegmentSize = Annotated[int, typer.Option(help="Tokens per prefill segment; memory depends on it.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU, float32 on a CPU.")]
-
-# Arguments of the library whose option has another name.
-ALIASES = {"source": "data", "cache_policy": "cache"}
 
 
 class App(typer.Typer):
@@ -120,15 +116,3 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
 def counted(number: int, noun: str) -> str:
     """A number of things, such as "1 document" or "2,000 documents"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def in_flags(error: UserError, parameters: list[Any]) -> str:
-    """The message of an error with a flag in place of the argument's name, if one of a command's options sets it."""
-    if isinstance(error, ArgumentError):
-        option = ALIASES.get(error.name, error.name).replace("_", "-")
-        for parameter in parameters:
-            # An option that can be given several times has a name in the singular.
-            for flag in {f"--{option}", f"--{option.removesuffix('s')}" if parameter.multiple else ""}:
-                if flag in parameter.opts:
-                    return error.about(flag)
-    return str(error)

@@ -20,12 +20,14 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from sympow.errors import StoppedError, UserError
+from sympow.errors import ArgumentError, StoppedError, UserError
 
 BUG = "sympow did not expect this. If it is a bug in sympow, please report it with the lines above."
 INTERRUPTED = 130
+# Arguments of the library whose option has another name.
+ALIASES = {"source": "data", "cache_policy": "cache"}
 
 
 class Reported:
@@ -101,3 +103,15 @@ def _is_for_typer(error: Exception) -> bool:
 def _first_on_machine() -> bool:
     """Whether this is the only process, or the first of those that torchrun started on this machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def in_flags(error: UserError, parameters: list[Any]) -> str:
+    """The message of an error with a flag in place of the argument's name, if one of a command's options sets it."""
+    if isinstance(error, ArgumentError):
+        option = ALIASES.get(error.name, error.name).replace("_", "-")
+        for parameter in parameters:
+            # An option that can be given several times has a name in the singular.
+            for flag in {f"--{option}", f"--{option.removesuffix('s')}" if parameter.multiple else ""}:
+                if flag in parameter.opts:
+                    return error.about(flag)
+    return str(error)

@@ -129,7 +129,7 @@ def _processes(device: str) -> Iterator[ProcessGroup | None]:
         return
     import torch.distributed as dist
 
-    from sympow.train.distributed import process_group
+    from sympow.train.processes import process_group
 
     with process_group(device):
         yield dist.group.WORLD

@@ -56,10 +56,10 @@ from sympow.hf.quiet import quiet
 from sympow.hf.without_code import load_without_code
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
-from sympow.train.distributed import process_group
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.loop import Surroundings
 from sympow.train.objective import fast_float32
+from sympow.train.processes import process_group
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
 from sympow.train.signals import stop_on_signals
 

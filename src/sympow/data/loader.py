@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sympow.checks import check_at_least, check_choice
 from sympow.data.dataset import TokenDataset
-from sympow.data.rows import RowOrder, RowSlices
+from sympow.data.row_order import RowOrder, RowSlices
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.settings import SHORT
 

@@ -35,7 +35,7 @@ from sympow.data.manifest import (
     Manifest,
     TokenShard,
 )
-from sympow.data.rows import permutation
+from sympow.data.row_order import permutation
 from sympow.data.sources import (
     BY_HASH,
     Document,

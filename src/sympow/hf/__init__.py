@@ -3,7 +3,7 @@
 Importing this package imports transformers and registers both with its Auto classes.
 """
 
-from sympow.hf.registration import check_version, transformers
+from sympow.hf.transformers_module import check_version, transformers
 
 check_version(transformers.__version__)
 

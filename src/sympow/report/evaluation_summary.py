@@ -9,7 +9,7 @@ from typing import Any
 from sympow.check.timing import environment
 from sympow.evaluate.evaluation_file import FILE, ModelEvaluation, contexts_up_to, write_evaluations
 from sympow.extras import require
-from sympow.report.figures import plot_loss_by_context, plot_loss_by_position, plot_probes
+from sympow.report.figure_files import plot_loss_by_context, plot_loss_by_position, plot_probes
 
 
 def print_evaluations(found: Mapping[str, ModelEvaluation], length: int, size: str) -> None:

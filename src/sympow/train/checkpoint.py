@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from sympow.errors import UserError
 from sympow.files import flush
-from sympow.train.distributed import Place
+from sympow.train.processes import Place
 
 SEAL = "sealed.json"
 PREFIX = "step-"

@@ -6,7 +6,6 @@ A field's help text is its entry under "Attributes"; `sympow.cli.flags` makes a 
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -83,16 +82,6 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, of so many."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
-        if self.schedule == "constant":
-            return self.learning_rate
-        passed = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
-        left = 1 - passed if self.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
-        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * left)
 
 
 @dataclass(frozen=True)

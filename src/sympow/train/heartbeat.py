@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sympow.errors import StoppedError
-from sympow.train.distributed import Place, connect_store, from_all_processes, torchrun_hosts_store
+from sympow.train.processes import Place, connect_store, from_all_processes, torchrun_hosts_store
 from sympow.train.signals import StopRequest
 
 INTERVAL = 1.0

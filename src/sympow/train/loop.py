@@ -25,13 +25,13 @@ from sympow.errors import ArgumentError, StoppedError, UserError
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.train.checkpoint import Checkpoints
 from sympow.train.config import OptimizerConfig, RunConfig
-from sympow.train.distributed import Place, any_process, from_all_processes, mean_over_processes
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.metrics import JsonLines, Progress, TensorBoard, WeightsAndBiases, Writer
 from sympow.train.monitoring import Throughput, find_nonfinite, nonfinite_parameters, peak_flops
 from sympow.train.objective import Objective
-from sympow.train.optimizer import Update, make_optimizer, send, set_rate, take_step
+from sympow.train.optimizer import Update, make_optimizer, rate_at, send, set_rate, take_step
 from sympow.train.parallelize import gradient_sync
+from sympow.train.processes import Place, any_process, from_all_processes, mean_over_processes
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, METRICS_FILE, TENSORBOARD, Claim
 from sympow.train.signals import StopRequest
 
@@ -159,7 +159,7 @@ class Training:
 
     def step(self, batch: Batch) -> Update:
         """One update of the parameters; on a GPU it may still be running when this returns."""
-        rate = self.schedule.rate_at(self.step_number, self.settings.steps)
+        rate = rate_at(self.schedule, self.step_number, self.settings.steps)
         set_rate(self.optimizer, rate)
         micro_batches = batch.split(max(1, self.settings.micro_batch_tokens // batch.context))
         loss = mean_over_processes(self._accumulate_gradients(micro_batches), self.place)

@@ -15,9 +15,9 @@ from sympow.data.loader import Batch, Loader
 from sympow.model.gpt import GPT
 from sympow.model.losses import linear_cross_entropy
 from sympow.parallel.shards import Shards
-from sympow.train.distributed import Mesh, Place, mean_over_processes
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.monitoring import gate_and_rotation_metrics, training_flops
+from sympow.train.processes import Mesh, Place, mean_over_processes
 
 # Tokens for the statistics of gates and rotations.
 SAMPLE_TOKENS = 2_048

@@ -1,7 +1,8 @@
-"""The optimizer: AdamW's parameter groups, clipping, an update that the device can skip, and options for β."""
+"""The optimizer: parameter groups of AdamW, the learning rate of a step, an update that the device can skip, and β."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,17 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
             weight = module.beta_proj.weight
             with torch.no_grad():
                 weight.copy_(torch.randn(weight.shape, dtype=weight.dtype) * config.rotation_init)
+
+
+def rate_at(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of a step, counted from 0, of so many."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.learning_rate
+    passed = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+    left = 1 - passed if config.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
+    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * left)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sympow.model.gpt import GPT, Block
-from sympow.train.distributed import Place
 from sympow.train.objective import ModelWithLoss
+from sympow.train.processes import Place
 
 
 def parallelize(module: ModelWithLoss, place: Place, parallel: str) -> nn.Module:

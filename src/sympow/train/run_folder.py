@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sympow.errors import ArgumentError, StoppedError, UserError
 from sympow.files import check_can_write, missing_folders, remove_empty
 from sympow.locks import HeldLock, lock_file, read_note
-from sympow.train.distributed import Place
+from sympow.train.processes import Place
 
 # Parent of run folders without --out.
 RUNS = Path("runs")

@@ -27,12 +27,12 @@ from sympow.model.accounting import check_fits
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.config import TrainConfig
-from sympow.train.distributed import Mesh, Place, check_same, make_mesh, process_group
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.loop import Surroundings, Training
 from sympow.train.objective import CrossEntropy, ModelWithLoss, fast_float32
 from sympow.train.optimizer import set_up_rotations
 from sympow.train.parallelize import checkpoint_activations, compile_blocks, parallelize
+from sympow.train.processes import Mesh, Place, check_same, make_mesh, process_group
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, claimed_folder
 from sympow.train.signals import stop_on_signals
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify, verify_once
-from sympow.data.rows import group_by_size
+from sympow.data.row_order import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.errors import UserError

@@ -16,7 +16,7 @@ from sympow.hf.model.conversion import (
     to_native,
 )
 from sympow.hf.model.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
-from sympow.hf.registration import publish
+from sympow.hf.transformers_module import publish
 
 __all__ = [
     "SympowCache",

@@ -28,12 +28,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sympow.errors import UserError
 from sympow.hf.model.modeling import initialize_own_module
-from sympow.hf.registration import SWAPPED_TYPE, publish
 from sympow.hf.swap.attention_parts import attention_modules, read_attention
 from sympow.hf.swap.placement import make_layer, put_layers
 from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.state_layer import state_layer
 from sympow.hf.swap.swapped_attention import SwappedAttention
+from sympow.hf.transformers_module import SWAPPED_TYPE, publish
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
 
