@@ -16,7 +16,7 @@ from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.describe import describe
 from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
 from sympow.data.preparation import LOCK_FILE, write_portion
-from sympow.data.sources import Place, Reader, Source
+from sympow.data.sources import Reader, ReadingPlace, Source
 
 
 def texts_of(dataset):
@@ -73,7 +73,7 @@ def test_reading_goes_on_from_any_document(corpus, tmp_path, monkeypatch, saved_
     # Opening a table takes up to a second, so this continues from every third place: in each source, and at the end.
     for number, place in [*enumerate((*places, reader.place))][::3]:
         # As the record of a shard has it.
-        again = Place(**json.loads(json.dumps(asdict(place))))
+        again = ReadingPlace(**json.loads(json.dumps(asdict(place))))
         assert list(Reader(sources, "text", again)) == list(documents[number:])
 
 

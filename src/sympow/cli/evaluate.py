@@ -61,7 +61,7 @@ def evaluate(
     import torch
 
     from sympow.evaluate.model_evaluation import (
-        Setting,
+        EvaluationSetting,
         check_probes,
         check_tokenizer,
         choose_sample,
@@ -78,7 +78,7 @@ def evaluate(
         check_can_write("out", out, "folder")
         require("matplotlib", "report")
     sample = choose_sample(checkpoints, data, length, documents)
-    setting = Setting(
+    setting = EvaluationSetting(
         sample.data,
         sample.length,
         documents,

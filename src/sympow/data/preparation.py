@@ -40,8 +40,8 @@ from sympow.data.sources import (
     BY_HASH,
     Document,
     HeldoutRule,
-    Place,
     Reader,
+    ReadingPlace,
     SourceList,
     check_field,
     fingerprint_of,
@@ -191,7 +191,7 @@ def prepare(
 
         written = _load_written(out)
         begin = next(number for number in count() if number not in written)
-        reader = Reader(listed.sources, field, written[begin - 1].end if begin else Place())
+        reader = Reader(listed.sources, field, written[begin - 1].end if begin else ReadingPlace())
         portions = _portions(reader, rule, skip_empty, shard_bytes, begin)
         total = size_of(listed.sources)
         on_progress(_progress(written.values(), total))
@@ -373,7 +373,7 @@ class Portion:
     documents: list[tuple[str, Document]] = field(default_factory=list)
     source_bytes: int = 0
     empty: int = 0
-    end: Place = field(default_factory=Place)
+    end: ReadingPlace = field(default_factory=ReadingPlace)
 
 
 @dataclass(frozen=True)
@@ -384,14 +384,14 @@ class WrittenPortion:
     splits: dict[str, TokenShard]
     source_bytes: int
     empty_documents_skipped: int
-    end: Place
+    end: ReadingPlace
 
     @classmethod
     def load(cls, path: Path) -> WrittenPortion:
         content = read_json(path)
         try:
             splits = {name: TokenShard.from_dict(shard) for name, shard in content.pop("splits").items()}
-            return cls(**{**content, "splits": splits, "end": Place(**content["end"])})
+            return cls(**{**content, "splits": splits, "end": ReadingPlace(**content["end"])})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
 

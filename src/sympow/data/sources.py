@@ -84,7 +84,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadingPlace:
     """A place between documents, to read on from.
 
     Attributes:
@@ -113,7 +113,7 @@ class Reader:
             end, the place after all documents.
     """
 
-    def __init__(self, sources: Sequence[Source], field: str, place: Place = Place()) -> None:
+    def __init__(self, sources: Sequence[Source], field: str, place: ReadingPlace = ReadingPlace()) -> None:
         self._sources, self._field, self.place = sources, field, place
 
     def __iter__(self) -> Iterator[Document]:
@@ -121,13 +121,13 @@ class Reader:
         for number in range(begin.source, len(self._sources)):
             source = self._sources[number]
             if not has_rows(source.name):
-                self.place = Place(number)
+                self.place = ReadingPlace(number)
                 yield Document(read_text(source.name), source.name, 0, source.split)
             else:
-                yield from self._read_rows(source, begin if number == begin.source else Place(number))
-        self.place = Place(len(self._sources))
+                yield from self._read_rows(source, begin if number == begin.source else ReadingPlace(number))
+        self.place = ReadingPlace(len(self._sources))
 
-    def _read_rows(self, source: Source, begin: Place) -> Iterator[Document]:
+    def _read_rows(self, source: Source, begin: ReadingPlace) -> Iterator[Document]:
         stream, saved, state = _open_stream(source.name, self._field), begin.stream_row, begin.stream
         if state is not None:
             stream.load_state_dict(state)
@@ -142,7 +142,7 @@ class Reader:
                 continue
             if self._field not in content:
                 raise UserError(f"{source.name}: no column {self._field!r}; it has {', '.join(map(repr, content))}")
-            self.place = Place(begin.source, row, saved, state)
+            self.place = ReadingPlace(begin.source, row, saved, state)
             text = content[self._field]
             # In a table without a value, as in a .csv, an empty text is a missing one.
             document = Document("" if text is None else text, source.name, row, source.split)

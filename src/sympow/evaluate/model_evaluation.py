@@ -46,7 +46,7 @@ LINE_EVERY = 10.0
 
 
 @dataclass(frozen=True)
-class Setting:
+class EvaluationSetting:
     """What to evaluate on, and how.
 
     Attributes:
@@ -179,7 +179,7 @@ def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple
     return document_sequences(open_dataset(data, "heldout"), length, documents)
 
 
-def check_probes(setting: Setting) -> Setting:
+def check_probes(setting: EvaluationSetting) -> EvaluationSetting:
     """Checks what the probes need of the held-out documents, before a model is evaluated or trained.
 
     Returns:
@@ -200,7 +200,7 @@ def check_probes(setting: Setting) -> Setting:
     return replace(setting, pairs=pairs, distances=distances)
 
 
-def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer | None, setting: Setting) -> None:
+def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer | None, setting: EvaluationSetting) -> None:
     """Checks that the data and the probes of a setting suit a model's tokenizer, before the model is loaded.
 
     Args:
@@ -228,7 +228,7 @@ def _vocabulary(data: str, heldout: TokenDataset) -> Vocabulary:
 
 def evaluate_model(
     checkpoint: Path,
-    setting: Setting,
+    setting: EvaluationSetting,
     group: ProcessGroup | None = None,
     *,
     model: GPT | None = None,
@@ -316,7 +316,7 @@ class _Progress:
 
 
 def run_probes(
-    model: GPT, tokenizer: Tokenizer | None, setting: Setting
+    model: GPT, tokenizer: Tokenizer | None, setting: EvaluationSetting
 ) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
     """Runs the probes of a setting on held-out documents.
 
