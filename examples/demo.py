@@ -31,7 +31,7 @@ import sympow
 from sympow.check.timing import measure
 from sympow.cli.errors import Reported
 from sympow.data.preparation import prepare
-from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
+from sympow.evaluate.model_evaluation import EvaluationSetting, choose_sample, evaluate_model
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
@@ -260,7 +260,7 @@ def follow(processes: Mapping[str, Any], runs: Path, end: float) -> int:
 def print_losses(models: Mapping[str, Path], data: Path, out: Path) -> None:
     """Prints the average held-out loss within contexts from one to 16 times that of training, and draws it."""
     sample = choose_sample(list(models.values()), str(data), EVALUATED, documents=24)
-    setting = Setting(sample.data, sample.length, documents=24)
+    setting = EvaluationSetting(sample.data, sample.length, documents=24)
     found = {name: evaluate_model(folder, setting) for name, folder in models.items()}
     save_evaluations(found, {"data": sample.data, "device": "cpu"}, out)
     contexts = [CONTEXT * 2**n for n in range(5)]
