@@ -87,8 +87,12 @@ def test_the_report_shows_both_models_and_their_evaluations(demo):
     page = (out / "report" / "index.html").read_text("utf-8")
     data = json.loads(re.search(r'<script [^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
     assert [series["label"] for series in data["series"]] == ["softmax", "sympow + gating"]
-    assert all(run["evaluation"]["byPosition"] for run in data["runs"])
-    assert data["notes"] == []
+    panels = data["views"]["beyond"]["by_position"]["panels"]
+    lines = [line for panel in panels for line in panel["lines"]]
+    assert [line["series"] for line in lines] == [0, 1]
+    assert all(len(curve["y"]) > 1 for line in lines for seeds in line["configs"] for curve in seeds)
+    # Notes say what is missing.
+    assert 'id="notes"' not in page
     assert list((out / "report" / "figures").glob("loss_by_evaluation_context*.png"))
 
 
