@@ -331,7 +331,7 @@ def shard_calls(device: str) -> Iterator[tuple[str, Callable[[], Results]]]:
         gradients = torch.autograd.grad(y.float().square().sum(), list(inputs.values()))
         return {"y": y, **{f"d {name}": x for name, x in zip(inputs, gradients, strict=True)}}
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     for dim in (32, 64, 128) if device == "cuda" else (32,):
         yield f"shard dim={dim}", partial(attend, dim)
     dist.destroy_process_group()
