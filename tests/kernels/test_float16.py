@@ -356,7 +356,7 @@ def test_operators_pass_pytorchs_own_checks():
         qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         options = (None, None, None, None, 2, 0, 32, False, True, False)
-        torch.library.opcheck(op.fused_attention, (*qkv, *options), test_utils=checks)
+        torch.library.opcheck(op.fused_attention.op, (*qkv, *options), test_utils=checks)
 
 
 @pytest.mark.parametrize("power", [2, 4])

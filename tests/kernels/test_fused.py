@@ -400,18 +400,18 @@ def test_operators_pass_pytorchs_own_checks():
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
     state = (torch.randn(1, 1, 16, 16, 16, requires_grad=True), torch.randn(1, 1, 16, 16, requires_grad=True))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, 16, False, True, False))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, *documents, None, None, 4, 0, 16, False, True, False))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, 16, True, True, True))
+    torch.library.opcheck(attention_op.fused_attention.op, (*qkv, None, None, None, None, 2, 0, 16, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention.op, (*qkv, *documents, None, None, 4, 0, 16, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention.op, (*qkv, None, None, *state, 2, 128, 16, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
-    torch.library.opcheck(rotation_op._rotate, (*rotation, None, None, True))
-    torch.library.opcheck(rotation_op._rotate, (*rotation, *documents, False))
-    torch.library.opcheck(attention_op.query_scales, (inputs.q.detach(),))
+    torch.library.opcheck(rotation_op._rotate.op, (*rotation, None, None, True))
+    torch.library.opcheck(rotation_op._rotate.op, (*rotation, *documents, False))
+    torch.library.opcheck(attention_op.query_scales.op, (inputs.q.detach(),))
     _, state = run(inputs, 2, "attention", backend="torch", return_state=True)
     token = [t[:, 0].detach() if t.ndim > 1 else t.detach() for t in inputs.tensors()]
     tables = (feature_indices(16, 2, inputs.q.device), multinomial_weights(16, 2, torch.float32, inputs.q.device))
     before = state.detach()
-    torch.library.opcheck(decode_op.fused_decode, (*token, before.kv, before.normalizer, before.phase, *tables))
+    torch.library.opcheck(decode_op.fused_decode.op, (*token, before.kv, before.normalizer, before.phase, *tables))
 
 
 @interpreted

@@ -334,11 +334,11 @@ def test_operators_pass_pytorchs_own_checks():
         inputs = make_inputs(200, "weak", dtype=dtype).requires_grad()
         qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
         torch.library.opcheck(
-            attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, 64, False, True, False)
+            attention_op.fused_attention.op, (*qkv, None, None, None, None, 2, 0, 64, False, True, False)
         )
-        torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, 64, True, True, True))
+        torch.library.opcheck(attention_op.fused_attention.op, (*qkv, None, None, *state, 2, 128, 64, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None, True)
-    torch.library.opcheck(rotation_op._rotate, rotation)
+    torch.library.opcheck(rotation_op._rotate.op, rotation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -182,9 +182,9 @@ def test_the_operator_passes_pytorchs_own_checks():
     inputs = gated_inputs(9, "weak", length=20, heads=1, dim=16, value_dim=16).requires_grad()
     documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
-    torch.library.opcheck(fused_pair_attention, (*qkv, None, None, 2, 0, True))
+    torch.library.opcheck(fused_pair_attention.op, (*qkv, None, None, 2, 0, True))
     torch.library.opcheck(
-        fused_pair_attention, (*qkv, *documents, 2, 128, False), test_utils=("test_schema", "test_faketensor")
+        fused_pair_attention.op, (*qkv, *documents, 2, 128, False), test_utils=("test_schema", "test_faketensor")
     )
 
 

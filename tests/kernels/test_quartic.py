@@ -113,7 +113,7 @@ def test_any_strides():
 @pytest.mark.parametrize("gate", ["weak", "none"])
 def test_the_operator_passes_pytorchs_own_checks(gate):
     inputs = [None if x is None else x.requires_grad_() for x in make_inputs(140, gate)]
-    torch.library.opcheck(past_attention, (*inputs, 4, 128))
+    torch.library.opcheck(past_attention.op, (*inputs, 4, 128))
 
 
 @pytest.mark.parametrize(

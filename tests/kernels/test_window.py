@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from support import Inputs, assert_close, assert_states_close, interpreted, random_inputs, run
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels.common import call_directly
 from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.decode.reference import state_copy_reference
 from sympow.ops import window as window_module
@@ -224,12 +223,12 @@ def test_operators_pass_pytorchs_own_checks():
     tables = window._feature_tables()
     held = (window.keys, window.values, window.decay, window.count)
     torch.library.opcheck(
-        window_op.fused_window_step,
+        window_op.fused_window_step.op,
         (*token, inputs.theta, window.kv, window.normalizer, None, *held, window.phase, window.arrivals,
          window.workspace, *tables, 2, 3),
     )  # fmt: skip
     torch.library.opcheck(
-        window_op.fused_fold, (window.kv, window.normalizer, None, None, *held, window.arrivals, *tables)
+        window_op.fused_fold.op, (window.kv, window.normalizer, None, None, *held, window.arrivals, *tables)
     )
 
 
@@ -247,32 +246,31 @@ def test_compiled_steps_and_folds_are_one_graph_each():
     assert_states_close(window.close("triton"), after, 5e-6)
 
 
-def test_steps_bypass_the_dispatcher_unless_they_are_traced():
-    inputs = random_inputs(9, length=PROMPT + 2, dtype=torch.float32)
+def test_steps_bypass_the_dispatcher_unless_they_are_watched():
+    inputs = random_inputs(9, length=PROMPT + 3, dtype=torch.float32)
     window = open_window(inputs, 2, 8)
-    seen, graphs = [], []
+    graphs = []
 
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def step(token):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            window.step(**inputs.time(token, token + 1).arguments(), backend="triton")
+        return {event.name for event in profiler.events() if event.name.startswith("sympow::")}
 
-    with Recorder():
-        window.step(**inputs.time(PROMPT, PROMPT + 1).arguments(), backend="triton")
-    assert seen
-    assert not any("sympow" in name for name in seen)
+    assert not step(PROMPT)
+    with FlopCounterMode(display=False):
+        assert step(PROMPT + 1) == {"sympow::window_step"}
 
     def record(graph, _):
         graphs.append(graph)
         return graph
 
     torch.compile(lambda **x: window.step(**x, backend="triton"), fullgraph=True, backend=record)(
-        **inputs.time(PROMPT + 1, PROMPT + 2).arguments()
+        **inputs.time(PROMPT + 2, PROMPT + 3).arguments()
     )
     assert "sympow.window_step" in graphs[0].code
     with FakeTensorMode():
         x, weight, bias = torch.empty(3, 16), torch.empty(4, 16), torch.empty(4)
-        log_gamma, beta = call_directly(step_gates, x, weight, bias, None)
+        log_gamma, beta = step_gates(x, weight, bias, None)
     assert (log_gamma.shape, beta.shape) == ((3, 4), (3, 0))
 
 

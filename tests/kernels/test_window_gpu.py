@@ -162,13 +162,13 @@ def test_operators_pass_pytorchs_own_checks():
     tables = window._feature_tables()
     held = (window.keys, window.values, window.decay, window.count)
     torch.library.opcheck(
-        window_op.fused_window_step,
+        window_op.fused_window_step.op,
         (*token, inputs.theta, window.kv_half, window.normalizer, window.kv_scale, *held, window.phase, window.arrivals,
          window.workspace, *tables, 2),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
     torch.library.opcheck(
-        window_op.fused_fold,
+        window_op.fused_fold.op,
         (window.kv, window.normalizer, window.kv_half, window.kv_scale, *held, window.arrivals, *tables),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -164,14 +164,40 @@ def or_one(x):
 def head_major(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """A TMA descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); out of bounds reads are
     0."""
-    view = aligned(x).transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, *block])
+    return blocks_of(aligned(x).transpose(1, 2), [1, 1, *block])
+
+
+def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A TMA descriptor of x, which is `aligned`, read and written in blocks of that shape."""
+    return new_descriptor(TensorDescriptor, x, block)
+
+
+# Descriptors that Triton has checked. Its checks take the host longer than what it then launches.
+_CHECKED: set[tuple[Any, ...]] = set()
+
+
+def new_descriptor(kind: type[Any], base: Tensor, block: list[int], **layout: Any) -> Any:
+    """A descriptor of one of Triton's classes, which checks each combination of shape, strides and block once.
+
+    Args:
+        layout: what Gluon's class takes besides.
+    """
+    key = (kind, base.shape, base.stride(), base.dtype, *block)
+    if key not in _CHECKED:
+        _CHECKED.add(key)
+        return kind(base, list(base.shape), list(base.stride()), block, **layout)
+    found = object.__new__(kind)
+    found.base, found.shape, found.strides, found.block_shape = base, list(base.shape), list(base.stride()), block
+    for name, value in layout.items():
+        setattr(found, name, value)
+    return found
 
 
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy of it where TMA could not read x: it needs a base and strides that are multiples of 16 bytes."""
-    item = x.element_size()
-    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * item % 16 for s in x.stride()[:-1]):
+    unit = 16 // x.element_size()
+    *outer, last = x.stride()
+    if last != 1 or x.data_ptr() % 16 or any(stride % unit for stride in outer):
         return empty_aligned(x, *x.shape).copy_(x)
     return x
 
@@ -180,13 +206,19 @@ def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -
     """An uninitialized tensor whose rows start at multiples of 16 bytes, as TMA requires."""
     dtype = dtype or like.dtype
     unit = 16 // dtype.itemsize
-    columns = triton.cdiv(shape[-1], unit) * unit
-    return like.new_empty(*shape[:-1], columns, dtype=dtype)[..., : shape[-1]]
+    columns = ceil_div(shape[-1], unit) * unit
+    found = like.new_empty(*shape[:-1], columns, dtype=dtype)
+    return found if columns == shape[-1] else found[..., : shape[-1]]
 
 
 def block_dim(dim: int) -> int:
     """The head dimension rounded up to a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def ceil_div(size: int, part: int) -> int:
+    """⌈size / part⌉. Triton's own function takes the host some µs, since kernels can call it, too."""
+    return -(-size // part)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -200,20 +232,6 @@ def dot_precision(dtype: torch.dtype) -> str:
 def rows_contiguous(x: Tensor) -> Tensor:
     """x, or a copy of it whose last axis is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def call_directly(operator: Any, *arguments: Any) -> Any:
-    """What an operator of `torch.library.custom_op` returns, without PyTorch's dispatcher where nothing has to see it.
-
-    For the operators of a decoding step, which have no gradients: the dispatcher takes the host longer than the kernel
-    takes the GPU. torch.compile and tensors that are not plain, such as fake ones, get the operator itself.
-    """
-    if torch.compiler.is_compiling():
-        return operator(*arguments)
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in arguments if isinstance(x, Tensor))
-    # Not a public attribute: where a release of PyTorch lacks it, the operator is called.
-    function = getattr(operator, "_init_fn", operator) if plain else operator
-    return function(*arguments)
 
 
 class Documents(NamedTuple):
@@ -289,7 +307,7 @@ def scale_queries(q: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
     block = (rows, block_dim(dim))
     scaled = empty_aligned(q, *q.shape)
     scale = q.new_empty(batch, heads, length, dtype=torch.float32)
-    scale_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
+    scale_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
         head_major(q, block), head_major(scaled, block), scale, length, heads,
         D=block[1], ROWS=rows, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -43,6 +43,7 @@ from torch import Tensor
 from sympow.kernels.common import (
     LOG2_E,
     block_dim,
+    ceil_div,
     empty_aligned,
     flat_grid,
     head_major,
@@ -378,7 +379,7 @@ def key_range(
     """
     assert values or not token_scales
     batch, length, heads, dim = k.shape
-    blocks, tiles = triton.cdiv(length, SCAN_BLOCK), triton.cdiv(length, rows)
+    blocks, tiles = ceil_div(length, SCAN_BLOCK), ceil_div(length, rows)
     lengths = k.new_empty(batch, heads, length, dtype=torch.float32)
     relative = k.new_empty(batch, heads, tiles, dtype=torch.float64)
     parts = k.new_empty(batch, heads, tiles, 5, dtype=torch.float32)
@@ -602,7 +603,7 @@ def prepare(
         rows: rows per tile.
     """
     batch, length, heads, dim = q.shape
-    tiles = triton.cdiv(length, rows)
+    tiles = ceil_div(length, rows)
     d, e = block_dim(dim), block_dim(y.shape[-1])
     pieces = (2 * batch if split else batch, length, heads)
     scaled = empty_aligned(q, *pieces, dim, dtype=torch.float16)

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from sympow.kernels.common import (
     Documents,
+    ceil_div,
     flat_grid,
     rows_contiguous,
     split_program_id,
     sums_from_start,
     sums_to_end,
 )
+from sympow.kernels.operator import operator, present
 from sympow.kernels.running_sums import correct_drift, running_sum
 
 TWO_PI = tl.constexpr(2 * math.pi)
@@ -201,7 +203,7 @@ def rotate_forward(
         torch.empty_like(k, memory_format=torch.contiguous_format),
     )
     batch, length, heads, _ = k.shape
-    _rotate_kernel[flat_grid(triton.cdiv(length, TOKENS), batch * heads)](
+    _rotate_kernel[flat_grid(ceil_div(length, TOKENS), batch * heads)](
         q, k, q_out, k_out, sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
         **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip
@@ -227,7 +229,7 @@ def rotate_backward(
         sums, theta, start: as in `rotate_forward`.
     """
     batch, length, heads, dim = k.shape
-    blocks = triton.cdiv(length, TOKENS)
+    blocks = ceil_div(length, TOKENS)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     d_sums = None if sums is None else k.new_empty(batch, length, sums.shape[1], dtype=torch.float64)
     d_theta, d_start = (
@@ -242,7 +244,7 @@ def rotate_backward(
     return q_out, k_out, d_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed
 
 
-@torch.library.custom_op("sympow::rotate", mutates_args=())
+@operator("sympow::rotate")
 def _rotate(
     q: Tensor,
     k: Tensor,
@@ -253,7 +255,7 @@ def _rotate(
     document_end: Tensor | None,
     relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k rotated by the phase, and the running sums of β (empty for β = 1 without documents).
+    """q and k rotated by the phase, and the running sums of β (None for β = 1 without documents).
 
     `relative`: the result is used only through differences of phases, so that rotating all tokens alike changes
     nothing.
@@ -264,8 +266,7 @@ def _rotate(
             tokens = torch.arange(1, k.shape[1] + 1, dtype=torch.float64, device=k.device)
             sums = tokens.expand(1, k.shape[2], -1)
         sums = sums_from_start(sums, document_start).contiguous()
-    rotated_q, rotated_k = rotate_forward(q, k, sums, theta, start)
-    return rotated_q, rotated_k, q.new_empty(0, dtype=torch.float64) if sums is None else sums
+    return *rotate_forward(q, k, sums, theta, start), sums  # type: ignore[return-value]
 
 
 @_rotate.register_fake
@@ -278,9 +279,9 @@ def _(
     document_start: Tensor | None,
     document_end: Tensor | None,
     relative: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     contiguous = torch.contiguous_format
-    sums: tuple[int, ...] = (0,)
+    sums: tuple[int, ...] | None = None
     if beta is not None:
         sums = (beta.shape[0], beta[0, 0].numel(), beta.shape[1])
     elif document_start is not None:
@@ -288,29 +289,29 @@ def _(
     return (
         torch.empty_like(q, memory_format=contiguous),
         torch.empty_like(k, memory_format=contiguous),
-        q.new_empty(sums, dtype=torch.float64),
+        None if sums is None else q.new_empty(sums, dtype=torch.float64),
     )
 
 
-@torch.library.custom_op("sympow::rotate_backward", mutates_args=())
+@operator("sympow::rotate_backward")
 def _rotate_backward(
     dq: Tensor,
     dk: Tensor,
     q: Tensor,
     k: Tensor,
-    sums: Tensor,
+    sums: Tensor | None,
     theta: Tensor,
     start: Tensor | None,
     document_end: Tensor | None,
     relative: bool,
     want_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, β (b, t, columns; empty for β = 1), θ (empty if not wanted) and μ_0 (empty without), from the
+    """Gradients of q, k, β (b, t, columns; None for β = 1), θ (None if not wanted) and μ_0 (None without), from the
     rotated q and k."""
     d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
-        q, k, rows_contiguous(dq), rows_contiguous(dk), sums if sums.numel() else None, theta, start, want_theta
+        q, k, rows_contiguous(dq), rows_contiguous(dk), present(sums), theta, start, want_theta
     )
-    d_beta = sums.new_empty(0)
+    d_beta = None
     if d_sums is not None:
         later = running_sum(d_sums, reverse=True)
         if relative:
@@ -319,8 +320,7 @@ def _rotate_backward(
         else:
             later = later if document_end is None else sums_to_end(later, document_end)
             d_beta = later.transpose(1, 2).contiguous()
-    d_theta, d_start = (sums.new_empty(0) if x is None else x for x in (d_theta, d_start))
-    return d_q, d_k, d_beta, d_theta, d_start
+    return d_q, d_k, d_beta, d_theta, d_start  # type: ignore[return-value]
 
 
 @_rotate_backward.register_fake
@@ -329,20 +329,20 @@ def _(
     dk: Tensor,
     q: Tensor,
     k: Tensor,
-    sums: Tensor,
+    sums: Tensor | None,
     theta: Tensor,
     start: Tensor | None,
     document_end: Tensor | None,
     relative: bool,
     want_theta: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    beta = (sums.shape[0], sums.shape[2], sums.shape[1]) if sums.numel() else (0,)
+) -> tuple[Tensor | None, ...]:
+    sums = present(sums)
     return (
         torch.empty_like(q),
         torch.empty_like(k),
-        sums.new_empty(beta),
-        theta.new_empty(theta.shape if want_theta else (0,), dtype=torch.float64),
-        sums.new_empty((0,) if start is None else start.shape),
+        None if sums is None else sums.new_empty(sums.shape[0], sums.shape[2], sums.shape[1]),
+        torch.empty_like(theta, dtype=torch.float64) if want_theta else None,
+        None if start is None else torch.empty_like(start),
     )
 
 
@@ -351,7 +351,8 @@ def _save_rotate(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output, theta, start, document_end)
     ctx.beta = None if beta is None else (beta.shape, beta.dtype)
     ctx.relative = relative
-    ctx.mark_non_differentiable(output[2])
+    if output[2] is not None:
+        ctx.mark_non_differentiable(output[2])
 
 
 def _differentiate_rotate(ctx, dq, dk, _):
@@ -368,7 +369,7 @@ def _differentiate_rotate(ctx, dq, dk, _):
     return d_q, d_k, beta_gradient, theta_gradient, None if start is None else d_start, None, None, None
 
 
-_rotate.register_autograd(_differentiate_rotate, setup_context=_save_rotate)
+_rotate.register_gradient(_save_rotate, _differentiate_rotate)
 
 
 def fused_rotation(

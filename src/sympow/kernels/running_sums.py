@@ -23,7 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import flat_grid, split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    flat_grid,
+    split_program_id,
+)
 
 # exp(−300) = 2^-433 is 0 in float32, also times the powers of two, up to 2^180, that scale a row of float16
 # (`float16_range`).
@@ -62,7 +66,7 @@ def _scan_kernel(
 def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     """Σ_{j≤i} x_j, or Σ_{j≥i} x_j in reverse, over the second axis: (b, t, c) → (b, c, t) float64."""
     batch, length, columns = x.shape
-    blocks = triton.cdiv(length, SCAN_BLOCK)
+    blocks = ceil_div(length, SCAN_BLOCK)
     totals = x.new_empty(batch, columns, blocks, dtype=torch.float64)
     out = x.new_empty(batch, columns, length, dtype=torch.float64)
     for totals_only in (True, False):
@@ -190,7 +194,7 @@ class Gates:
 def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:
     """G and the decays within tiles, from log γ (b, t, h_kv)."""
     batch, length, heads = log_gamma.shape
-    blocks = triton.cdiv(length, SCAN_BLOCK)
+    blocks = ceil_div(length, SCAN_BLOCK)
     totals = log_gamma.new_empty(batch, heads, blocks, dtype=torch.float64)
     sums = log_gamma.new_empty(batch, heads, length, dtype=torch.float64)
     to_end = log_gamma.new_empty(batch, heads, blocks * SCAN_BLOCK, dtype=torch.float32)
@@ -216,7 +220,7 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
         power: p.
     """
     batch, heads, length = column_terms.shape
-    blocks = triton.cdiv(length, SCAN_BLOCK)
+    blocks = ceil_div(length, SCAN_BLOCK)
     totals = column_terms.new_empty(batch, heads, blocks, dtype=torch.float64)
     out = column_terms.new_empty(batch, heads, length, dtype=torch.float64)
     grid = flat_grid(blocks, batch * heads)
@@ -321,7 +325,7 @@ def correct_drift(
     batch, heads, length = sums.shape
     out = sums.new_empty(batch, length, heads, dtype=dtype)
     exact = None if exact is None else exact.contiguous()
-    _correct_drift_kernel[flat_grid(triton.cdiv(length, DRIFT_BLOCK), batch * heads)](
+    _correct_drift_kernel[flat_grid(ceil_div(length, DRIFT_BLOCK), batch * heads)](
         sums.contiguous(), exact, document_end, out, length, heads, spacing,
         0 if exact is None else exact.shape[-1], DOCUMENTS=document_end is not None, BLOCK=DRIFT_BLOCK,
         enable_fp_fusion=True,

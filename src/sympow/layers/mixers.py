@@ -483,11 +483,9 @@ def gate_and_rotate(
     if backend == "torch" or unsupported:
         theta, beta = rotation(x)
         return gate(x), theta, beta
-    from sympow.kernels.common import call_directly
     from sympow.kernels.decode.gate_projection import step_gates
 
-    found = call_directly(
-        step_gates,
+    found = step_gates(
         x.flatten(0, -2).contiguous(),
         None if of_gate is None else of_gate.weight,
         None if of_gate is None else of_gate.bias,

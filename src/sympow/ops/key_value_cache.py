@@ -208,7 +208,6 @@ class KeyValueCache(TensorRecord):
             return self._fused_step(sequence) if fused else self._portable_step(sequence, backend)
 
     def _fused_step(self, sequence: Sequence) -> Tensor:
-        from sympow.kernels.common import call_directly
         from sympow.kernels.decode.op import fused_softmax_step
         from sympow.kernels.decode.softmax_step import softmax_workspace
 
@@ -216,8 +215,7 @@ class KeyValueCache(TensorRecord):
             sequences = sequence.batch * sequence.key_heads
             length = softmax_workspace(sequences, sequence.group, sequence.value_dim, self.capacity)
             self.workspace = self.keys.new_empty(length, dtype=torch.float32)
-        y: Tensor = call_directly(
-            fused_softmax_step,
+        y: Tensor = fused_softmax_step(
             *sequence.one_token(),
             self.keys,
             self.values,

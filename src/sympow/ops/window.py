@@ -503,7 +503,6 @@ class Window(PortableWindow):
         return choose_backend(backend, request)
 
     def _fused_step(self, sequence: Sequence) -> Tensor:
-        from sympow.kernels.common import call_directly
         from sympow.kernels.decode.op import fused_window_step
         from sympow.kernels.decode.window_step import window_workspace
 
@@ -526,8 +525,7 @@ class Window(PortableWindow):
         if self.workspace is None or self.workspace.numel() < length:
             batch = sequence.batch
             self.workspace = self.decay.new_empty(batch, -(-length // batch), dtype=torch.float32)
-        y: Tensor = call_directly(
-            fused_window_step,
+        y: Tensor = fused_window_step(
             *sequence.one_token(),
             self.kv if self.kv_half is None else self.kv_half,
             self.normalizer,
@@ -562,7 +560,6 @@ class Window(PortableWindow):
         self.refresh_copy()
 
     def _fused_fold(self) -> None:
-        from sympow.kernels.common import call_directly
         from sympow.kernels.decode.op import fused_fold
 
         if _captured():
@@ -575,8 +572,7 @@ class Window(PortableWindow):
             heads = (*self.keys.shape[:2], symmetric_dim(self.key_dim, self.power))
             self.kv = self.decay.new_zeros(*heads, self.value_dim, dtype=torch.float32)
             self.normalizer = self.decay.new_zeros(heads, dtype=torch.float32)
-        call_directly(
-            fused_fold,
+        fused_fold(
             self.kv,
             self.normalizer,
             self.kv_half,

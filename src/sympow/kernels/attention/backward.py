@@ -19,12 +19,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
     LOG2_E,
     Documents,
     block_dim,
+    blocks_of,
+    ceil_div,
     divide_steps,
     dot_precision,
     empty_aligned,
@@ -450,7 +451,7 @@ def prepare(
         weight, d_weight: the rows' weights and their gradient (None: zero), (b, h, t) float32 contiguous.
     """
     batch, length, heads, value_dim = y.shape
-    tiles = triton.cdiv(length, rows)
+    tiles = ceil_div(length, rows)
     block = (rows, block_dim(value_dim))
     divided = empty_aligned(dy, *dy.shape)
     minus_delta = y.new_empty(batch, heads, tiles * rows, dtype=torch.float32)
@@ -472,9 +473,9 @@ def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: 
     if states is None:
         return (x, x.stride(0), x.stride(1), x.stride(2), None, None, None), (chunk or 2 * length + 4096, 0, 1)
     descriptors = (
-        TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d]),
-        TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d]),
-        TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d]),
+        blocks_of(states.low.flatten(0, 2), [1, 1, e, d]),
+        blocks_of(states.high.flatten(0, 2), [1, 1, e, d]),
+        blocks_of(states.normalizer.flatten(0, 2), [1, d, d]),
     )
     return (x, x.stride(0), x.stride(1), x.stride(2), *descriptors), (states.chunk, states.low.shape[2], states.first)
 
@@ -502,7 +503,7 @@ def query_gradient(
     d, e = block_dim(dim), block_dim(v.shape[-1])
     dq, row_term = out or (empty_aligned(q, *q.shape), q.new_empty(batch, heads, length, dtype=torch.float32))
     state, location = _state_arguments(q, states, chunk, length, d, e)
-    query_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
+    query_gradient_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
         gates and gates.sums, gates and gates.to_end, *state, past,
@@ -545,7 +546,7 @@ def key_gradient(
         dk, dv, column_term = out
     k_desc = head_major(k, (rows, d))
     state, location = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
-    key_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * kv_heads)](
+    key_gradient_kernel[flat_grid(ceil_div(length, rows), batch * kv_heads)](
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
         gates and gates.sums, gates and gates.from_start, *state, rows_half and rows_half.factor,

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
     EPSILON,
@@ -28,6 +27,8 @@ from sympow.kernels.common import (
     STATE_EPSILON,
     Documents,
     block_dim,
+    blocks_of,
+    ceil_div,
     dot_precision,
     empty_aligned,
     even_power,
@@ -320,13 +321,13 @@ def attend(
         chunk, state_count, first_boundary = states.chunk, states.low.shape[2], states.first
         high, high_column = states.high.shape[3], states.high.shape[-1] - d // 2
         q_half_desc = head_major(q, (rows, d // 2))
-        low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d // 2])
-        high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
-        normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d])
+        low_desc = blocks_of(states.low.flatten(0, 2), [1, 1, e, d // 2])
+        high_desc = blocks_of(states.high.flatten(0, 2), [1, 1, e, d // 2])
+        normalizer_desc = blocks_of(states.normalizer.flatten(0, 2), [1, d, d])
         past = torch.zeros_like(weight) if past is None else past
     # In float16 fused multiply-add would keep weights and decays of the diagonal for the exact sums, and spill. (With
     # heads of 128 it is the other way round.)
-    forward_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
+    forward_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
         q_half_desc, low_desc, high_desc, normalizer_desc, past,

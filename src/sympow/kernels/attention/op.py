@@ -1,7 +1,6 @@
 """The attention and chunked forms on the kernels as PyTorch operators, with their tile sizes (`tiles_for`).
 
-As operators they work with autograd, torch.compile and opcheck. An operator takes and returns tensors and nothing else,
-so an empty tensor represents what is missing (gates, states).
+As operators (`sympow.kernels.operator`) they work with autograd, torch.compile and opcheck.
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
@@ -20,6 +19,7 @@ from sympow.kernels.attention.forward import attend
 from sympow.kernels.common import Documents, scale_queries
 from sympow.kernels.device_limits import KIB, Footprint, Limits, first_fitting, limits_of
 from sympow.kernels.float16_range import SCALES, KeyRange, key_range
+from sympow.kernels.operator import operator, present
 from sympow.kernels.running_sums import (
     SCAN_BLOCK,
     Gates,
@@ -147,7 +147,7 @@ def tiles_in_pieces(x: Tensor) -> Tiles:
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads besides inputs and outputs; each tensor empty if there is none.
+    """What the backward pass reads besides inputs and outputs; None for what a call does not have.
 
     Attributes:
         sums, to_end, from_start: as in `Gates`.
@@ -156,23 +156,33 @@ class Saved(NamedTuple):
         bound, scales, token_scales: as in `KeyRange`, for float16.
     """
 
-    sums: Tensor
-    to_end: Tensor
-    from_start: Tensor
-    low: Tensor
-    high: Tensor
-    normalizer: Tensor
-    past: Tensor
-    bound: Tensor
-    scales: Tensor
-    token_scales: Tensor
+    sums: Tensor | None
+    to_end: Tensor | None
+    from_start: Tensor | None
+    low: Tensor | None
+    high: Tensor | None
+    normalizer: Tensor | None
+    past: Tensor | None
+    bound: Tensor | None
+    scales: Tensor | None
+    token_scales: Tensor | None
 
     @property
     def gates(self) -> Gates | None:
-        return Gates(self.sums, self.to_end, self.from_start) if self.sums.numel() else None
+        if self.sums is None or self.to_end is None or self.from_start is None:
+            return None
+        return Gates(self.sums, self.to_end, self.from_start)
 
     def states(self, chunk: int, first: int) -> ChunkStates | None:
-        return ChunkStates(self.low, self.high, self.normalizer, chunk, first) if self.low.numel() else None
+        if self.low is None or self.high is None or self.normalizer is None:
+            return None
+        return ChunkStates(self.low, self.high, self.normalizer, chunk, first)
+
+    @property
+    def ranges(self) -> KeyRange | None:
+        if self.bound is None or self.scales is None:
+            return None
+        return KeyRange(self.bound, self.scales, self.token_scales)
 
 
 class Options(NamedTuple):
@@ -195,7 +205,7 @@ class Options(NamedTuple):
     final: bool
 
 
-@torch.library.custom_op("sympow::attend", mutates_args=())
+@operator("sympow::attend")
 def fused_attention(
     q: Tensor,
     k: Tensor,
@@ -268,7 +278,7 @@ def fused_attention(
     saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
     saved_ranges = (None, None, None) if ranges is None else (ranges.bound, ranges.scales, ranges.token_scales)
     rest = (*(end or (None, None)), *saved_gates, *saved_states, past, *saved_ranges)
-    return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
+    return y.contiguous(), weight, *rest
 
 
 @fused_attention.register_fake
@@ -287,7 +297,7 @@ def _(
     with_states: bool,
     train: bool,
     final: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
@@ -317,11 +327,11 @@ def _(
             high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
             normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
             past = torch.empty_like(weight)
-    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past, bound, scales, token_scales)
-    return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))
+    kept = (sums, to_end, from_start, low, high, normalizer, past, bound, scales, token_scales)
+    return y, weight, end_kv, end_normalizer, *kept
 
 
-@torch.library.custom_op("sympow::attend_backward", mutates_args=())
+@operator("sympow::attend_backward")
 def _attend_backward(
     dy: Tensor,
     d_weight: Tensor | None,
@@ -332,7 +342,7 @@ def _attend_backward(
     v: Tensor,
     y: Tensor,
     weight: Tensor,
-    saved: list[Tensor],
+    saved: list[Tensor | None],
     document_start: Tensor | None,
     document_end: Tensor | None,
     power: int,
@@ -342,7 +352,7 @@ def _attend_backward(
     initial: bool,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, d log γ and the gradients of the initial state's kv and normalizer (each empty if there is none).
+    """dq, dk, dv, d log γ and the gradients of the initial state's kv and normalizer (each None if there is none).
 
     Args:
         dy, d_weight, d_final_kv, d_final_normalizer: gradients of what `sympow::attend` returned.
@@ -350,16 +360,15 @@ def _attend_backward(
         saved: the fields of `Saved`.
         power, chunk, key_dim, with_states, initial, final: as in `Options`.
     """
-    kept, tiles = Saved(*saved), tiles_for(q)
+    kept, tiles = Saved(*map(present, saved)), tiles_for(q)
     gates = kept.gates
     documents = _documents(document_start, document_end)
     first, last = boundaries_with_states(k, chunk, initial, final) if with_states else (1, 0)
     states = kept.states(chunk, first)
     inner = 0 if with_states else chunk
-    ranges = rows_half = None
+    ranges, rows_half = kept.ranges, None
     in_pieces = _in_pieces(q, v, chunk, documents)
-    if q.dtype == torch.float16 or in_pieces:
-        ranges = KeyRange(kept.bound, kept.scales, kept.token_scales)
+    if ranges is not None:
         d_final = _largest_entries(d_final_kv, d_final_normalizer)
         rows_half = float16_range.prepare(q, y, dy, weight, d_weight, ranges, power, d_final, split=in_pieces)
         q, scale, divided, minus_delta = rows_half.q, rows_half.scale, rows_half.dy, rows_half.minus_delta
@@ -382,6 +391,7 @@ def _attend_backward(
             q, scale, k, v, divided, minus_delta, power, gates, split, rows_half=rows_half, key_range=ranges
         )
     elif states is not None and chunks_on_hopper:
+        assert kept.past is not None
         dq, row_terms = chunked.query_gradient(q, scale, k, v, divided, minus_delta, gates, split, states, kept.past)
     else:
         dq, row_terms = query_gradient(
@@ -439,8 +449,7 @@ def _attend_backward(
             exact, spacing = exact_sums_at_blocks(block_terms, None if rows_half else gates.to_end, block), block
         d_log_gamma = correct_drift(gate_gradient(row_terms, column_terms, power), exact, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
-    none = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
-    return (dq.contiguous(), dk.contiguous(), dv.contiguous(), *none)  # type: ignore[return-value]
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), *rest
 
 
 @_attend_backward.register_fake
@@ -454,20 +463,20 @@ def _(
     v: Tensor,
     y: Tensor,
     weight: Tensor,
-    saved: list[Tensor],
+    saved: list[Tensor | None],
     document_start: Tensor | None,
     document_end: Tensor | None,
     *options: Any,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     batch, length, kv_heads, dim = k.shape
     value_dim, initial = v.shape[-1], Options(*options).initial
     shapes = (
-        (batch, length, kv_heads) if saved[0].numel() else (0,),
-        (batch, kv_heads, dim, value_dim, dim) if initial else (0,),
-        (batch, kv_heads, dim, dim) if initial else (0,),
+        (batch, length, kv_heads) if present(saved[0]) is not None else None,
+        (batch, kv_heads, dim, value_dim, dim) if initial else None,
+        (batch, kv_heads, dim, dim) if initial else None,
     )
     contiguous = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return (*contiguous, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
+    return (*contiguous, *(s if s is None else q.new_empty(s, dtype=torch.float32) for s in shapes))
 
 
 def _save_attend(ctx, inputs, output) -> None:
@@ -478,9 +487,10 @@ def _save_attend(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, y, weight, document_start, document_end, *rest)
     ctx.options = Options(power, chunk, key_dim, with_states, initial_kv is not None, final)
     ctx.gated = log_gamma is not None
-    ctx.final_shapes = (end_kv.shape, end_normalizer.shape)
+    ctx.final_shapes = (end_kv.shape, end_normalizer.shape) if final else None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*rest, *(() if final else (end_kv, end_normalizer)))
+    constant = (*rest, *(() if final else (end_kv, end_normalizer)))
+    ctx.mark_non_differentiable(*(x for x in constant if x is not None))
 
 
 def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_):
@@ -502,10 +512,10 @@ def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_)
     return (*gradients, *d_initial, None, None, None, None, None, None)
 
 
-fused_attention.register_autograd(_differentiate_attend, setup_context=_save_attend)
+fused_attention.register_gradient(_save_attend, _differentiate_attend)
 
 
-@torch.library.custom_op("sympow::query_scales", mutates_args=())
+@operator("sympow::query_scales")
 def query_scales(q: Tensor) -> Tensor:
     """The powers of two that the kernels scale each query by: (b, h, t) float32."""
     return scale_queries(q)[1]

@@ -27,6 +27,7 @@ from torch import Tensor
 from sympow.kernels.common import (
     LOG2_E,
     block_dim,
+    ceil_div,
     divide_steps,
     empty_aligned,
     even_power,
@@ -403,7 +404,7 @@ def split_keys(k: Tensor, v: Tensor, ranges: KeyRange, rows: int = 128) -> tuple
     batch, length, heads, dim = k.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
     k_pieces, v_pieces = (empty_aligned(x, 2 * batch, length, heads, x.shape[-1], dtype=torch.float16) for x in (k, v))
-    split_keys_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
+    split_keys_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
         head_major(k, (rows, d)), head_major(v, (rows, e)), head_major(k_pieces, (rows, d)),
         head_major(v_pieces, (rows, e)), ranges.scales, length, batch, heads, D=d, E=e, ROWS=rows, num_warps=4,
         enable_fp_fusion=True,
@@ -419,7 +420,7 @@ def attend(
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]
     d, e = block_dim(dim), block_dim(value_dim)
-    kv_heads, tiles = k.shape[2], triton.cdiv(length, rows)
+    kv_heads, tiles = k.shape[2], ceil_div(length, rows)
     k_pieces, v_pieces = split_keys(k, v, ranges)
     q_pieces = empty_aligned(q, 2 * batch, length, heads, dim, dtype=torch.float16)
     lengths = q.new_empty(batch, heads, tiles * rows)
@@ -448,7 +449,7 @@ def query_gradient(
     d, e = block_dim(k.shape[-1]), block_dim(v.shape[-1])
     dq = empty_aligned(k, batch, length, heads, k.shape[-1], dtype=torch.float32)
     row_term = torch.empty_like(rows_split.scale)
-    query_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
+    query_gradient_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
         head_major(rows_split.q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(rows_split.dy, (rows, e)), rows_split.minus_delta, head_major(dq, (rows, d)), row_term,
         rows_split.scale, gates and gates.sums, gates and gates.to_end, rows_split.length, rows_split.factor,
@@ -473,7 +474,7 @@ def key_gradient(
     dk = empty_aligned(k, batch, length, kv_heads, k.shape[-1], dtype=torch.float32)
     dv = empty_aligned(v, batch, length, kv_heads, v.shape[-1], dtype=torch.float32)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    key_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * kv_heads)](
+    key_gradient_kernel[flat_grid(ceil_div(length, rows), batch * kv_heads)](
         head_major(rows_split.q, (columns, d)), head_major(k, (rows, d)), head_major(v, (rows, e)),
         head_major(rows_split.dy, (columns, e)), rows_split.minus_delta, head_major(dk, (rows, d)),
         head_major(dv, (rows, e)), column_term, gates and gates.sums, gates and gates.from_start, rows_split.factor,

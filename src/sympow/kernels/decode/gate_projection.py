@@ -14,7 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import flat_grid, split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    flat_grid,
+    split_program_id,
+)
+from sympow.kernels.operator import operator
 
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 256
@@ -64,7 +69,7 @@ def step_gates_kernel(
             tl.store(beta_ptr + row * rotations + at, beta.to(tl.float32), mask=at < rotations)
 
 
-@torch.library.custom_op("sympow::step_gates", mutates_args=())
+@operator("sympow::step_gates")
 def step_gates(
     x: Tensor, gate_weight: Tensor | None, gate_bias: Tensor | None, rotation_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +83,7 @@ def step_gates(
     rows, inputs = x.shape
     gates, rotations = (0 if weight is None else len(weight) for weight in (gate_weight, rotation_weight))
     log_gamma, beta = (x.new_empty(rows, outputs, dtype=torch.float32) for outputs in (gates, rotations))
-    blocks = triton.cdiv(gates, BLOCK_OUTPUTS) + triton.cdiv(rotations, BLOCK_OUTPUTS)
+    blocks = ceil_div(gates, BLOCK_OUTPUTS) + ceil_div(rotations, BLOCK_OUTPUTS)
     step_gates_kernel[flat_grid(blocks, rows)](
         x, gate_weight, gate_bias, log_gamma, rotation_weight, beta, inputs, gates, rotations,
         GATED=gates > 0, ROTATED=rotations > 0, OUTPUTS=BLOCK_OUTPUTS, INPUTS=BLOCK_INPUTS, num_warps=WARPS,

@@ -1,7 +1,7 @@
 """Decoding kernels as PyTorch operators: one token from a state, from a window beside a state, from a softmax cache.
 
 The operators take flat lists of tensors, as PyTorch's schemas require, and pass them to the kernels as the NamedTuples
-of `state_step`. An empty tensor represents an output that is missing.
+of `state_step`.
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
@@ -13,6 +13,7 @@ from sympow.kernels.common import rows_contiguous
 from sympow.kernels.decode.softmax_step import softmax_step
 from sympow.kernels.decode.state_step import RecentTokens, StateArguments, Token, decode_step
 from sympow.kernels.decode.window_step import window_fold, window_step
+from sympow.kernels.operator import operator
 
 
 def _token(
@@ -29,7 +30,7 @@ def _token(
     return Token(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), log_gamma, beta, theta, phase)
 
 
-@torch.library.custom_op("sympow::decode", mutates_args=())
+@operator("sympow::decode")
 def fused_decode(
     q: Tensor,
     k: Tensor,
@@ -43,7 +44,7 @@ def fused_decode(
     index: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token from a state: y (b, h, e), and kv, normalizer and phase (empty without rotation) after it.
+    """One token from a state: y (b, h, e), and kv, normalizer and phase (None without rotation) after it.
 
     Args:
         q, k, v, log_gamma, beta, theta, phase: shapes as in `Token`; the phase contiguous.
@@ -53,7 +54,7 @@ def fused_decode(
     """
     token = _token(q, k, v, log_gamma, beta, theta, phase)
     out = decode_step(token, StateArguments(kv, normalizer, index, weight))
-    return out.y, out.kv, out.normalizer, q.new_empty(0, dtype=torch.float64) if phase is None else out.phase
+    return out.y, out.kv, out.normalizer, None if phase is None else out.phase  # type: ignore[return-value]
 
 
 @fused_decode.register_fake
@@ -68,14 +69,14 @@ def _(
     normalizer: Tensor,
     phase: Tensor | None,
     *_: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    phase_out = q.new_empty(0, dtype=torch.float64) if phase is None else torch.empty_like(phase)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    phase_out = None if phase is None else torch.empty_like(phase)
     return _empty_output(q, k, v), torch.empty_like(kv), torch.empty_like(normalizer), phase_out
 
 
-@torch.library.custom_op(
+@operator(
     "sympow::window_step",
-    mutates_args=("keys", "values", "sums", "count", "phase", "arrivals", "workspace"),
+    mutates=("keys", "values", "sums", "count", "phase", "arrivals", "workspace"),
 )
 def fused_window_step(
     q: Tensor,
@@ -110,7 +111,7 @@ def fused_window_step(
     )  # fmt: skip
 
 
-@torch.library.custom_op("sympow::window_fold", mutates_args=("kv", "normalizer", "copy", "scale", "count", "arrivals"))
+@operator("sympow::window_fold", mutates=("kv", "normalizer", "copy", "scale", "count", "arrivals"))
 def fused_fold(
     kv: Tensor,
     normalizer: Tensor,
@@ -130,9 +131,9 @@ def fused_fold(
     window_fold(state, RecentTokens(keys, values, sums, count), arrivals, copy)
 
 
-@torch.library.custom_op(
+@operator(
     "sympow::softmax_step",
-    mutates_args=("keys", "values", "sums", "count", "phase", "arrivals", "workspace"),
+    mutates=("keys", "values", "sums", "count", "phase", "arrivals", "workspace"),
 )
 def fused_softmax_step(
     q: Tensor,

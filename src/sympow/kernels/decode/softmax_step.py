@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import LOG2_E
+from sympow.kernels.common import (
+    LOG2_E,
+    ceil_div,
+)
 from sympow.kernels.decode.state_step import (
     BLOCK_SPLITS,
     Exchange,
@@ -161,9 +164,9 @@ def softmax_step_kernel(
 
 def split_keys(sequences: int, capacity: int) -> tuple[int, int]:
     """How many CTAs score the keys of a head, and how many keys each."""
-    per_split = max(MIN_KEYS_PER_SPLIT, triton.cdiv(capacity, max(1, PROGRAMS // sequences)))
-    keys_per_split = triton.cdiv(per_split, BLOCK_KEYS) * BLOCK_KEYS
-    return triton.cdiv(capacity, keys_per_split), keys_per_split
+    per_split = max(MIN_KEYS_PER_SPLIT, ceil_div(capacity, max(1, PROGRAMS // sequences)))
+    keys_per_split = ceil_div(per_split, BLOCK_KEYS) * BLOCK_KEYS
+    return ceil_div(capacity, keys_per_split), keys_per_split
 
 
 def softmax_workspace(sequences: int, group: int, value_dim: int, capacity: int) -> int:

@@ -26,7 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.errors import ArgumentError
-from sympow.kernels.common import EPSILON, even_power, or_one, power_of_two_scale
+from sympow.kernels.common import (
+    EPSILON,
+    ceil_div,
+    even_power,
+    or_one,
+    power_of_two_scale,
+)
 from sympow.kernels.rotary import TWO_PI, cos_sin
 
 # log γ^(1/p) of a closed gate: finite, so that differences of sums are defined, as in `sympow.ops.numerics`.
@@ -530,10 +536,10 @@ def split_state(
     """The rows of a state split about equally, so that all heads together take about `programs` CTAs."""
     # Every query head of a group has its own partial sums in registers.
     rows = max(8, tile // triton.next_power_of_2(value_dim) // max(1, triton.next_power_of_2(group) // 2))
-    tiles = triton.cdiv(feature_count, rows)
+    tiles = ceil_div(feature_count, rows)
     wanted = min(tiles, max(1, programs // sequences))
-    rows_per_split = rows * triton.cdiv(tiles, wanted)
-    return Splits(rows, rows_per_split, triton.cdiv(feature_count, rows_per_split))
+    rows_per_split = rows * ceil_div(tiles, wanted)
+    return Splits(rows, rows_per_split, ceil_div(feature_count, rows_per_split))
 
 
 def vector_block(key_dim: int) -> int:

@@ -24,7 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import wait_for_mma
+from sympow.kernels.common import (
+    ceil_div,
+    wait_for_mma,
+)
 from sympow.kernels.decode.state_step import (
     FEW_SEQUENCES,
     READ_PROGRAMS,
@@ -168,11 +171,11 @@ def split_window(
     if has_state:
         # Tiles are small: four query heads have registers for their partial sums.
         splits = split_state(
-            sequences, feature_count, value_dim, triton.cdiv(group, 4), tile=tile, programs=programs
+            sequences, feature_count, value_dim, ceil_div(group, 4), tile=tile, programs=programs
         )  # fmt: skip
-    per_split = max(MIN_KEYS_PER_SPLIT, triton.cdiv(capacity, max(1, programs // sequences)))
-    keys = triton.cdiv(per_split, BLOCK_KEYS) * BLOCK_KEYS
-    return replace(splits, window_splits=triton.cdiv(capacity, keys), keys_per_split=keys)
+    per_split = max(MIN_KEYS_PER_SPLIT, ceil_div(capacity, max(1, programs // sequences)))
+    keys = ceil_div(per_split, BLOCK_KEYS) * BLOCK_KEYS
+    return replace(splits, window_splits=ceil_div(capacity, keys), keys_per_split=keys)
 
 
 def window_workspace(
@@ -239,7 +242,7 @@ def window_step(
     block_keys = BLOCK_KEYS
     if state.kv is not None:
         sums = token.q.shape[1] // heads * triton.next_power_of_2(token.v.shape[-1])  # for each key of a block
-        block_keys = max(8, BLOCK_KEYS_BESIDE_STATE // triton.cdiv(sums, 256))
+        block_keys = max(8, BLOCK_KEYS_BESIDE_STATE // ceil_div(sums, 256))
     return launch_step(
         token, state, window, out, arrivals, workspace, splits, power, block_keys=block_keys, warps=warps,
         stages=stages or READ_STAGES,
@@ -265,9 +268,9 @@ def window_fold(
         copy: where to write the state in 16 bits, (b, h_kv, D, e) float16; None: nowhere.
     """
     batch, heads, feature_count, value_dim = state.kv.shape
-    tiles = triton.cdiv(feature_count, rows)
-    rows_per_split = rows * triton.cdiv(tiles, min(tiles, max(1, programs // (batch * heads))))
-    splits = triton.cdiv(feature_count, rows_per_split)
+    tiles = ceil_div(feature_count, rows)
+    rows_per_split = rows * ceil_div(tiles, min(tiles, max(1, programs // (batch * heads))))
+    splits = ceil_div(feature_count, rows_per_split)
     _, _, dim, capacity = window.k.shape
     fold_window_kernel[(batch * heads, splits)](
         state.kv, state.normalizer, copy, state.scale, *window, arrivals, state.pairs.view(torch.int32), state.weight,

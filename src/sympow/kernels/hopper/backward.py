@@ -12,7 +12,6 @@ tile.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, empty_aligned, even_power, flat_grid, odd_power
+from sympow.kernels.common import (
+    ceil_div,
+    divide_steps,
+    empty_aligned,
+    even_power,
+    flat_grid,
+    odd_power,
+)
 from sympow.kernels.float16_range import (
     FOLDED_VALUE_FACTOR,
     GRADIENT_FACTOR,
@@ -583,7 +589,7 @@ def query_gradient(
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
-    tiles = triton.cdiv(length, BLOCK)
+    tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
     query_gradient_kernel[flat_grid(tiles, batch * heads)](
         _tiles(q, width), _tiles(k, width), _tiles(decayed(k, split, power, to_end=True), width),
@@ -627,7 +633,7 @@ def key_gradient(
         q, later, minus_delta = folded.q, folded.decayed, folded.minus_delta
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    tiles = triton.cdiv(length, BLOCK)
+    tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
     key_gradient_kernel[flat_grid(tiles, batch * kv_heads)](
         _tiles(q, width), _tiles(later, width), _tiles(k, width),

@@ -11,10 +11,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.attention.forward import state_weight
-from sympow.kernels.common import flat_grid, head_major, scale_queries, split_program_id
+from sympow.kernels.common import (
+    blocks_of,
+    ceil_div,
+    flat_grid,
+    head_major,
+    scale_queries,
+    split_program_id,
+)
 from sympow.kernels.hopper import backward, forward
 from sympow.kernels.hopper.common import SplitSums
 from sympow.kernels.hopper.state_products import gradient_states, query_states
@@ -50,9 +56,9 @@ def state_weights(q: Tensor, states: ChunkStates, rows: int = 128) -> Tensor:
     """
     batch, length, heads, dim = q.shape
     past = q.new_empty(batch, heads, length, dtype=torch.float32)
-    tiles = triton.cdiv(length, rows)
+    tiles = ceil_div(length, rows)
     state_weights_kernel[flat_grid(tiles, batch * heads)](
-        head_major(q, (rows, dim)), TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, dim, dim]), past,
+        head_major(q, (rows, dim)), blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim]), past,
         length, heads, tiles, states.chunk, states.low.shape[2], states.first,
         GROUP=heads // states.low.shape[1], D=dim, ROWS=rows, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip

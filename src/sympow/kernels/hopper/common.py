@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import LOG2_E, aligned, flat_grid, split_program_id
+from sympow.kernels.common import LOG2_E, aligned, flat_grid, new_descriptor, split_program_id
 from sympow.kernels.device_limits import HOPPER_WIDTHS
 from sympow.kernels.float16_range import WEIGHT_LIMIT, exponent_to_limit, power_of_two
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
@@ -40,7 +40,7 @@ def padded_width(q: Tensor, v: Tensor) -> int:
 
 def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:
     """A descriptor of x, read and written in blocks of that shape."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(tuple(block), x.dtype))
+    return new_descriptor(TensorDescriptor, x, block, layout=_layout(tuple(block), x.dtype))
 
 
 # Cached: computing it takes the host as long as the rest of a descriptor.

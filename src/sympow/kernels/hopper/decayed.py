@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import empty_aligned, flat_grid, split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    empty_aligned,
+    flat_grid,
+    split_program_id,
+)
 from sympow.kernels.hopper.common import SplitSums
 
 # Tokens per block: the rows of a CTA of the kernels that read these tensors.
@@ -58,7 +63,7 @@ def decayed(x: Tensor, split: SplitSums | None, power: int, *, to_end: bool) -> 
     batch, length, heads, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = empty_aligned(x, *x.shape)
-    blocks = triton.cdiv(length, BLOCK)
+    blocks = ceil_div(length, BLOCK)
     decay_kernel[flat_grid(blocks, batch * heads)](
         x, out, split.whole, split.rest, *x.stride()[:3], *out.stride()[:3],
         length, split.whole.shape[-1], heads, blocks, DIM=dim, COLUMNS=triton.next_power_of_2(dim),

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import block_dim, empty_aligned, flat_grid, head_major, split_program_id
+from sympow.kernels.common import (
+    block_dim,
+    ceil_div,
+    empty_aligned,
+    flat_grid,
+    head_major,
+    split_program_id,
+)
 from sympow.kernels.float16_range import (
     FOLDED_LIMIT,
     FOLDED_VALUE_FACTOR,
@@ -93,7 +100,7 @@ def fold_factors(rows: RowGradients, split: SplitSums | None, power: int, kv_hea
     """
     batch, length, heads, dim = rows.q.shape
     padded = rows.factor.shape[-1]
-    tiles = triton.cdiv(length, block)
+    tiles = ceil_div(length, block)
     assert tiles * block == padded
     d = block_dim(dim)
     q = empty_aligned(rows.q, *rows.q.shape)

@@ -14,7 +14,6 @@ and takes one exponential per element.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sympow.kernels.common import (
+    ceil_div,
     empty_aligned,
     even_power,
     flat_grid,
@@ -317,7 +317,7 @@ def attend(
     batch, length, heads, _ = q.shape
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    tiles = triton.cdiv(length, BLOCK)
+    tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
     forward_kernel[flat_grid(tiles, batch * heads)](
         head_major(q, QUERY_TILE, width), head_major(k, KEY_TILE, width),

@@ -11,7 +11,6 @@ the diagonal takes one exponential per element.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sympow.kernels.common import (
+    ceil_div,
     divide_steps,
     empty_aligned,
     flat_grid,
@@ -447,7 +447,7 @@ def query_gradient(
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
-    grid = two_axis_grid(triton.cdiv(length, TILE), batch * heads)
+    grid = two_axis_grid(ceil_div(length, TILE), batch * heads)
     query_gradient_kernel[grid](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
@@ -470,7 +470,7 @@ def key_gradient(
     batch, length, kv_heads, _ = k.shape
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    key_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * kv_heads)](
+    key_gradient_kernel[flat_grid(ceil_div(length, TILE), batch * kv_heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dk, TILE), head_major(dv, TILE), column_term,
         split and split.whole, split and split.rest, gates and gates.from_start,

@@ -20,7 +20,6 @@ multiplies their weights by exp(G_r − G_j), one factor per column. Differences
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sympow.kernels.common import (
+    ceil_div,
     empty_aligned,
     even_power,
     flat_grid,
@@ -436,7 +436,7 @@ def attend(
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
-    forward_kernel[flat_grid(triton.cdiv(length, QUERY_TILE), batch * heads)](
+    forward_kernel[flat_grid(ceil_div(length, QUERY_TILE), batch * heads)](
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
         split and split.whole, split and split.rest, gates and gates.to_end, key_range and key_range.bound,
         length, gates.to_end.shape[-1] if gates else 0, heads,

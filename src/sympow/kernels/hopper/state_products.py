@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import aligned, flat_grid
+from sympow.kernels.common import (
+    aligned,
+    ceil_div,
+    flat_grid,
+)
 from sympow.kernels.hopper.common import (
     async_load,
     blocks_of,
@@ -336,8 +339,8 @@ def _launch(x: Tensor, states: ChunkStates, *, keys: bool) -> _Launch:
     # No keys come before boundary 0, and no queries after the last one.
     first_state = 1 if keys and states.first == 0 else 0
     first_chunk = states.first + first_state - (1 if keys else 0)
-    chunks = min(count - first_state, triton.cdiv(x.shape[1], chunk) - first_chunk)
-    groups = triton.cdiv(x.shape[2] // states.low.shape[1] * chunk // TILE, TILES)
+    chunks = min(count - first_state, ceil_div(x.shape[1], chunk) - first_chunk)
+    groups = ceil_div(x.shape[2] // states.low.shape[1] * chunk // TILE, TILES)
     return _Launch(chunk, chunks, first_chunk, count, first_state, groups)
 
 

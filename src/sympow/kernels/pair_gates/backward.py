@@ -22,10 +22,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
     Documents,
+    blocks_of,
+    ceil_div,
     dot_precision,
     empty_aligned,
     head_major,
@@ -341,9 +342,9 @@ def _state_arguments(x: Tensor, chunked: QueryStates | KeyStates | None, rows: i
     value_dim, dim = states.low.shape[-2:]
     assert states.chunk % rows == 0
     descriptors = (
-        TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, value_dim, dim]),
-        TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, value_dim, dim]),
-        TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, dim, dim]),
+        blocks_of(states.low.flatten(0, 2), [1, 1, value_dim, dim]),
+        blocks_of(states.high.flatten(0, 2), [1, 1, value_dim, dim]),
+        blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim]),
     )
     read = (tokens, *tokens.stride()[:3], head_major(tokens, (rows, dim)), decay, *descriptors)
     return read, (states.chunk, states.low.shape[2])
@@ -368,7 +369,7 @@ def query_gradient(
     state = _state_arguments(q, chunked, rows, length)
     dq = q.new_empty(batch, heads, length, dim, dtype=torch.float32)
     weights = torch.empty_like(neighbours)
-    query_gradient_kernel[(triton.cdiv(length, rows) * batch * heads,)](
+    query_gradient_kernel[(ceil_div(length, rows) * batch * heads,)](
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(dy, (rows, value_dim)),
         minus_delta, neighbours, weights, dq, tables.across_blocks, tables.across_tiles,
@@ -405,10 +406,10 @@ def key_gradient(
     state = _state_arguments(near, chunked, rows, length)
     dk = near.new_empty(batch, kv_heads, length, dim, dtype=torch.float32)
     dv = empty_aligned(v, *v.shape)
-    tiles = triton.cdiv(length, rows)
+    tiles = ceil_div(length, rows)
     crossing = None
     if spacing:
-        crossing = near.new_zeros(batch, kv_heads, triton.cdiv(length, spacing), tiles, dim, dtype=torch.float32)
+        crossing = near.new_zeros(batch, kv_heads, ceil_div(length, spacing), tiles, dim, dtype=torch.float32)
     key_gradient_kernel[(tiles * batch * kv_heads,)](
         head_major(near, (rows, dim)), head_major(v, (rows, value_dim)), head_major(q_far, (TILE, dim)),
         head_major(dy, (TILE, value_dim)), head_major(q_near, (BLOCK, dim)), head_major(dy, (BLOCK, value_dim)),

@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import empty_aligned, power_of_two_scale, rows_contiguous, split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    empty_aligned,
+    power_of_two_scale,
+    rows_contiguous,
+    split_program_id,
+)
 
 # Tokens within which scores are computed element by element: the smallest tile of a matrix product.
 BLOCK = 16
@@ -137,7 +143,7 @@ class DecayTables:
 def decay_tables(log_gamma: Tensor, dim: int, power: int) -> DecayTables:
     """The decays between blocks and tiles, from log γ (b, t, h_kv, pairs) contiguous, for heads of `dim` entries."""
     batch, length, heads, pairs = log_gamma.shape
-    tiles = triton.cdiv(length, LARGEST_TILE) * (LARGEST_TILE // TILE)
+    tiles = ceil_div(length, LARGEST_TILE) * (LARGEST_TILE // TILE)
     across_blocks = log_gamma.new_empty(batch, heads, tiles * (TILE // BLOCK), dim, dtype=torch.float32)
     across_tiles = log_gamma.new_empty(batch, heads, tiles, dim, dtype=torch.float32)
     decay_tables_kernel[(tiles * batch * heads,)](
@@ -151,7 +157,7 @@ def _decay_tokens(
     x: Tensor, log_gamma: Tensor, tables: DecayTables, beyond: Tensor | None, scale: Tensor | None, power: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     batch, length, heads, dim = x.shape
-    tiles = triton.cdiv(length, TILE)
+    tiles = ceil_div(length, TILE)
     near, far = empty_aligned(x, *x.shape), empty_aligned(x, *x.shape)
     in_chunk = None if beyond is None else empty_aligned(x, *x.shape)
     x = rows_contiguous(x)

@@ -18,12 +18,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.attention.forward import query_state
 from sympow.kernels.common import (
     INTERPRETED,
     Documents,
+    blocks_of,
+    ceil_div,
     dot_precision,
     empty_aligned,
     head_major,
@@ -183,11 +184,11 @@ def attend(
         past = torch.zeros_like(weight)
         chunk, state_count, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - dim // 2
         since_desc, q_half_desc = head_major(since, (rows, dim)), head_major(since, (rows, dim // 2))
-        low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, value_dim, dim // 2])
-        high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, value_dim, dim // 2])
-        normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, dim, dim])
+        low_desc = blocks_of(states.low.flatten(0, 2), [1, 1, value_dim, dim // 2])
+        high_desc = blocks_of(states.high.flatten(0, 2), [1, 1, value_dim, dim // 2])
+        normalizer_desc = blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim])
         source = since
-    forward_kernel[(triton.cdiv(length, rows) * batch * heads,)](
+    forward_kernel[(ceil_div(length, rows) * batch * heads,)](
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(y, (rows, value_dim)), weight,
         neighbours, tables.across_blocks, tables.across_tiles, documents and documents.start,

@@ -16,7 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    split_program_id,
+)
 from sympow.kernels.pair_gates.decays import TILE
 
 
@@ -80,7 +83,7 @@ def gate_gradient(
     tiles = totals.shape[2]
     sums = pad(totals.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
     # Drift at 0, at the multiples of `spacing`, and at the end. At both ends the exact sum is 0: no term crosses them.
-    drift = totals.new_zeros(batch, heads, triton.cdiv(length, spacing) + 1, columns)
+    drift = totals.new_zeros(batch, heads, ceil_div(length, spacing) + 1, columns)
     if crossing is not None:
         drift[:, :, 1:-1] = crossing
     drift[:, :, :-1] -= sums[:, :, : tiles : spacing // TILE]

@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import empty_aligned, power_of_two_scale, rows_contiguous, split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    empty_aligned,
+    power_of_two_scale,
+    rows_contiguous,
+    split_program_id,
+)
 from sympow.kernels.pair_gates.decays import BLOCK, LARGEST_TILE, TILE, log_roots
 
 
@@ -136,7 +142,7 @@ def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int, *, war
     for keys after the query and past the last token.
     """
     batch, length, heads, dim = q.shape
-    padded = triton.cdiv(length, LARGEST_TILE) * LARGEST_TILE
+    padded = ceil_div(length, LARGEST_TILE) * LARGEST_TILE
     scores = q.new_empty(batch, heads, BLOCK, padded, dtype=torch.float32)
     near = empty_aligned(q, *q.shape)
     q, k = rows_contiguous(q), rows_contiguous(k)
@@ -167,7 +173,7 @@ def finish_gradients(
     """
     batch, length, kv_heads, dim = k.shape
     dq, dk = empty_aligned(q, *q.shape), empty_aligned(k, *k.shape)
-    tiles = triton.cdiv(length, TILE)
+    tiles = ceil_div(length, TILE)
     terms = q.new_empty(batch, kv_heads, length, dim // 2, dtype=torch.float32)
     totals = q.new_empty(batch, kv_heads, tiles, dim // 2, dtype=torch.float64)
     q, k = rows_contiguous(q), rows_contiguous(k)

@@ -12,6 +12,7 @@ from sympow.kernels.attention.backward import prepare
 from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS, Tiles
 from sympow.kernels.common import Documents, block_dim, sums_to_end
 from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
+from sympow.kernels.operator import operator, present
 from sympow.kernels.pair_gates.backward import KeyStates, QueryStates, key_gradient, query_gradient
 from sympow.kernels.pair_gates.decays import (
     BLOCK,
@@ -67,7 +68,7 @@ def choose_tiles(dim: int, limits: Limits) -> Tiles:
     return first_fitting(WIDE if dim > 64 else NARROW, limits)
 
 
-@torch.library.custom_op("sympow::attend_pairs", mutates_args=())
+@operator("sympow::attend_pairs")
 def fused_pair_attention(
     q: Tensor,
     k: Tensor,
@@ -81,7 +82,7 @@ def fused_pair_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The attention or chunked form (p = 2). Returns y (b, t, h, e); the rows' weights (b, h, t) for queries scaled by
     `attention.op.query_scales`; and for the backward pass the scores within blocks, the states (low, high and
-    normalizer of `ChunkStates`), and φ(q) Z of each row's state, (b, h, t) float32. The last four are empty if there is
+    normalizer of `ChunkStates`), and φ(q) Z of each row's state, (b, h, t) float32. The last four are None if there is
     only one chunk, as in the attention form.
 
     Args:
@@ -112,8 +113,7 @@ def fused_pair_attention(
         q_near, near, far, v, neighbours, tables, states=states, since=q_since, documents=documents, **tiles.forward
     )
     kept = (None,) * 4 if states is None else (states.low, states.high, states.normalizer, past)
-    rest = (q.new_empty(0) if x is None else x for x in kept)
-    return y.contiguous(), weight, neighbours, *rest  # type: ignore[return-value]
+    return y.contiguous(), weight, neighbours, *kept
 
 
 @fused_pair_attention.register_fake
@@ -127,11 +127,11 @@ def _(
     power: int,
     chunk: int,
     train: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     padded = -(-length // LARGEST_TILE) * LARGEST_TILE
-    low, high, normalizer, past = (q.new_empty(0) for _ in range(4))
+    low = high = normalizer = past = None
     if chunk and length > chunk:
         count = -(-length // chunk) - 1
         low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
@@ -146,7 +146,7 @@ def _(
     )
 
 
-@torch.library.custom_op("sympow::attend_pairs_backward", mutates_args=())
+@operator("sympow::attend_pairs_backward")
 def _attend_pairs_backward(
     dy: Tensor,
     d_weight: Tensor | None,
@@ -157,7 +157,7 @@ def _attend_pairs_backward(
     y: Tensor,
     weight: Tensor,
     neighbours: Tensor,
-    saved: list[Tensor],
+    saved: list[Tensor | None],
     document_start: Tensor | None,
     document_end: Tensor | None,
     power: int,
@@ -176,14 +176,17 @@ def _attend_pairs_backward(
     # Recomputed: saving these tables and the decayed tokens would double the memory for queries and keys in training.
     tables = decay_tables(log_gamma, q.shape[-1], power)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
-    low, high, normalizer, past = saved
+    low, high, normalizer, past = map(present, saved)
+    states = None
+    if low is not None and high is not None and normalizer is not None:
+        states = ChunkStates(low, high, normalizer, chunk)
     across = since = until = read = exact = None
-    if low.numel():
+    if states is not None:
         across, since, until = chunk_decays(tables, chunk)
     q_near, q_far, q_since, scale = decay_queries(q, log_gamma, tables, power, since)
     near, far, k_until = decay_keys(k, log_gamma, tables, power, until)
-    if across is not None and since is not None and q_since is not None:
-        read = QueryStates(ChunkStates(low, high, normalizer, chunk), q_since, since, past)
+    if states is not None and since is not None and q_since is not None and past is not None:
+        read = QueryStates(states, q_since, since, past)
     query_part, weights = query_gradient(
         q_near, near, far, v, divided, minus_delta, neighbours, tables, chunked=read, documents=documents, **tiles.query
     )
@@ -232,7 +235,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, log_gamma, y, weight, document_start, document_end, *rest)
     ctx.power, ctx.chunk = power, chunk
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*rest)
+    ctx.mark_non_differentiable(*(x for x in rest if x is not None))
 
 
 def _differentiate(ctx, dy, d_weight, *_):
@@ -259,7 +262,7 @@ def _differentiate(ctx, dy, d_weight, *_):
     return (*gradients, None, None, None, None, None)
 
 
-fused_pair_attention.register_autograd(_differentiate, setup_context=_save)
+fused_pair_attention.register_gradient(_save, _differentiate)
 
 
 def _check(q: Tensor, v: Tensor, power: int) -> None:

@@ -33,9 +33,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
+    blocks_of,
+    ceil_div,
     divide_steps,
     dot_precision,
     flat_grid,
@@ -487,7 +488,7 @@ def chunk_sums(
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
-    chunks = triton.cdiv(length, chunk)
+    chunks = ceil_div(length, chunk)
     first, last = boundaries or (1, chunks - 1)
     state_count = last - first + 1
     if state_count == 0:
@@ -519,7 +520,7 @@ def chunk_sums(
             **half, num_warps=4, **register_limit(fold_registers), enable_fp_fusion=True,
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
-        transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
+        transposed_desc = blocks_of(transposed.flatten(0, 3), [1, TILE_TOKENS])
         for out, first_entry in ((low, 0), (high, half_dim)):
             # Those of `high` with a < d/2 are known by symmetry.
             columns = dim if out is low else half_dim
@@ -530,7 +531,7 @@ def chunk_sums(
             groups = out.shape[3] // together
             update_kernel[flat_grid(groups, count, batch * kv_heads)](
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
-                TensorDescriptor.from_tensor(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
+                blocks_of(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
                 all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
                 TOKENS=TILE_TOKENS, STAGES=stages, **half, **({} if scales is None else {"KV_SCALE": scales.kv}),

@@ -14,9 +14,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, dot_precision, flat_grid, split_program_id, wait_for_mma
+from sympow.kernels.common import (
+    blocks_of,
+    ceil_div,
+    divide_steps,
+    dot_precision,
+    flat_grid,
+    split_program_id,
+    wait_for_mma,
+)
 from sympow.kernels.states.quartic_features import COLUMNS, PairFeatures, StateLayout, update_tiles
 
 SCAN_BLOCK = 2048
@@ -125,14 +132,14 @@ def chunk_states(
     """
     batch, heads, length, inner_columns = x.inner.shape
     value_dim = y.shape[2]
-    state_count = triton.cdiv(length, chunk)
+    state_count = ceil_div(length, chunk)
     width = layout.pairs * value_dim
     states = y.new_empty(batch * kv_heads * state_count, layout.rows, width)
     first_tile, column, block = update_tiles(layout.dim, layout.pairs, columns, y.device)
     update_kernel[flat_grid(column.shape[0], state_count, batch * kv_heads)](
-        TensorDescriptor.from_tensor(x.inner.flatten(0, 1), [1, tokens, columns]),
-        TensorDescriptor.from_tensor(x.outer.flatten(0, 1), [1, layout.pairs, tokens]),
-        TensorDescriptor.from_tensor(y.flatten(0, 1), [1, value_dim, tokens]),
+        blocks_of(x.inner.flatten(0, 1), [1, tokens, columns]),
+        blocks_of(x.outer.flatten(0, 1), [1, layout.pairs, tokens]),
+        blocks_of(y.flatten(0, 1), [1, value_dim, tokens]),
         states, first_tile, column, block, column.shape[0], kv_heads, state_count, chunk, layout.rows, inner_columns,
         GROUP=heads // kv_heads, E=value_dim, PAIRS=layout.pairs, COLUMNS=columns, TILE=COLUMNS, TOKENS=tokens,
         PRECISION=dot_precision(y.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,

@@ -22,7 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import dot_precision, flat_grid, split_program_id
+from sympow.kernels.common import (
+    ceil_div,
+    dot_precision,
+    flat_grid,
+    split_program_id,
+)
 from sympow.kernels.device_limits import KIB, Footprint, Limits, first_fitting
 
 # Inner columns per tile. With 64, heads of 32 would take 18 % more products, heads of 16 half as many again.
@@ -346,7 +351,7 @@ def pair_features(
         sums: G of the whole sequence, (b, h_kv, time) float64, or None without gates.
     """
     batch, length, heads, dim = x.shape
-    padded = triton.cdiv(length, ROWS) * ROWS
+    padded = ceil_div(length, ROWS) * ROWS
     inner = x.new_empty(batch, heads, padded, lists.inner.shape[1])
     outer = x.new_empty(batch, heads, lists.outer.shape[1], padded)
     features_kernel[flat_grid(padded // FEATURE_TOKENS, batch * heads)](

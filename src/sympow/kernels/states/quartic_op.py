@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from sympow.errors import ArgumentError
 from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
 from sympow.kernels.device_limits import limits_of
+from sympow.kernels.operator import operator
 from sympow.kernels.running_sums import gate_sums
 from sympow.kernels.states.quartic import chunk_states, overlap
 from sympow.kernels.states.quartic_features import (
@@ -45,7 +46,7 @@ CHUNK_UNIT = 128
 SCRATCH_BYTES = 1 << 30
 
 
-@torch.library.custom_op("sympow::quartic_past", mutates_args=())
+@operator("sympow::quartic_past")
 def past_attention(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +108,7 @@ def _(
     return numerator, denominator, torch.empty_like(denominator, dtype=torch.bool)
 
 
-@torch.library.custom_op("sympow::quartic_past_backward", mutates_args=())
+@operator("sympow::quartic_past_backward")
 def _past_backward(
     d_numerator: Tensor, d_denominator: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,7 +173,7 @@ def _differentiate(ctx, d_numerator, d_denominator, _):
     return dq, dk, dv, None if log_gamma is None else d_log_gamma.to(log_gamma.dtype), None, None
 
 
-past_attention.register_autograd(_differentiate, setup_context=_save)
+past_attention.register_gradient(_save, _differentiate)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, power: int, chunk: int) -> None:

@@ -12,9 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import dot_precision, flat_grid, split_program_id, wait_for_mma
+from sympow.kernels.common import (
+    blocks_of,
+    ceil_div,
+    dot_precision,
+    flat_grid,
+    split_program_id,
+    wait_for_mma,
+)
 from sympow.kernels.device_limits import register_limit
 from sympow.kernels.states.quartic_features import COLUMNS, ROWS, PairFeatures, StateLayout
 
@@ -166,10 +172,10 @@ def query_states(
     value_dim = states.shape[-1] // layout.pairs
     by_feature = states.view(states.shape[0], -1, value_dim)
     query_kernel[flat_grid(padded // ROWS, batch * heads)](
-        TensorDescriptor.from_tensor(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
-        TensorDescriptor.from_tensor(by_feature, [1, COLUMNS * layout.pairs, value_dim]),
+        blocks_of(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
+        blocks_of(by_feature, [1, COLUMNS * layout.pairs, value_dim]),
         x.outer, result, layout.tile_column, layout.tile_block, *result.stride()[:3],
-        result.shape[1], padded, heads, triton.cdiv(result.shape[1], chunk), chunk, layout.tiles, x.outer.shape[2],
+        result.shape[1], padded, heads, ceil_div(result.shape[1], chunk), chunk, layout.tiles, x.outer.shape[2],
         GROUP=heads // kv_heads, E=value_dim, PAIRS=layout.pairs, COLUMNS=COLUMNS, ROWS=ROWS,
         PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
@@ -204,10 +210,10 @@ def outer_gradient(
     length = given.shape[1]
     empty = (0, 0, 0)
     outer_gradient_kernel[flat_grid(padded // ROWS, batch * heads)](
-        TensorDescriptor.from_tensor(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
-        TensorDescriptor.from_tensor(states, [1, COLUMNS, width]), x.outer, g, result, d_outer, layout.tile_column,
+        blocks_of(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
+        blocks_of(states, [1, COLUMNS, width]), x.outer, g, result, d_outer, layout.tile_column,
         *(empty if g is None else g.stride()[:3]), *(empty if result is None else result.stride()[:3]),
-        length, padded, heads, triton.cdiv(length, chunk), chunk, layout.tiles, inner_columns, x.outer.shape[2],
+        length, padded, heads, ceil_div(length, chunk), chunk, layout.tiles, inner_columns, x.outer.shape[2],
         GROUP=heads // kv_heads, E=width // layout.pairs, PAIRS=layout.pairs, COLUMNS=COLUMNS, ROWS=ROWS,
         WITH_RESULT=result is not None, WITH_GRADIENT=d_outer is not None, ADD=add,
         PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, **register_limit(registers),
@@ -236,11 +242,11 @@ def inner_gradient(
     d_inner = x.inner.new_empty(batch, heads, inner_columns, padded)
     inner_gradient_kernel[flat_grid(inner_columns // COLUMNS, padded // ROWS, batch * heads)](
         x.outer, g, g_one,
-        TensorDescriptor.from_tensor(states, [1, COLUMNS, width]),
-        TensorDescriptor.from_tensor(normalizer, [1, COLUMNS, normalizer_layout.pairs]), d_inner,
+        blocks_of(states, [1, COLUMNS, width]),
+        blocks_of(normalizer, [1, COLUMNS, normalizer_layout.pairs]), d_inner,
         layout.block_tile, layout.column_blocks, normalizer_layout.block_tile, normalizer_layout.column_blocks,
         *g.stride()[:3], *g_one.stride()[:3],
-        length, padded, heads, triton.cdiv(length, chunk), chunk, inner_columns, x.outer.shape[2],
+        length, padded, heads, ceil_div(length, chunk), chunk, inner_columns, x.outer.shape[2],
         GROUP=heads // kv_heads, E=width // layout.pairs, PAIRS=layout.pairs, NORMALIZER_PAIRS=normalizer_layout.pairs,
         COLUMNS=COLUMNS, ROWS=ROWS, PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps,
         enable_fp_fusion=True,
