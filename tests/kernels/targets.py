@@ -276,8 +276,8 @@ def replace_kernels() -> list[Recorder]:
             continue
         module = importlib.import_module(info.name)
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                name = getattr(node.func.value, "id", "")
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "launch":
+                name = getattr(node.args[0], "id", "")
                 kernel = getattr(module, name, None)
                 if isinstance(kernel, JITFunction):
                     recorders.append(Recorder(f"{info.name.removeprefix('sympow.kernels.')}.{name}", kernel, []))

@@ -19,9 +19,9 @@ from triton.runtime import KernelInterface
 import sympow
 import sympow.kernels
 from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
-from sympow.kernels import common, float16_range
+from sympow.kernels import float16_range
+from sympow.kernels import launch as launches
 from sympow.kernels.attention import shard, split_float32
-from sympow.kernels.common import flat_grid, two_axis_grid
 from sympow.kernels.cross_entropy import cross_entropy_in_place
 from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.decode.softmax_step import split_keys
@@ -31,6 +31,7 @@ from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import chunked as hopper_chunked
 from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.hopper import short_backward, short_forward, state_updates
+from sympow.kernels.launch import MOST_PROGRAMS, flat_grid, two_axis_grid
 from sympow.kernels.pair_gates.op import fused_pair_attention
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
@@ -66,9 +67,9 @@ def launched_kernels():
     for info in pkgutil.walk_packages(sympow.kernels.__path__, "sympow.kernels."):
         module = importlib.import_module(info.name)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                name = getattr(node.func.value, "id", None)
-                if isinstance(getattr(module, name or "", None), KernelInterface):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "launch":
+                name = getattr(node.args[0], "id", "")
+                if isinstance(getattr(module, name, None), KernelInterface):
                     found.append((module, name))
     return found
 
@@ -195,7 +196,7 @@ FAMILIES = {
 def test_only_the_first_axis_of_a_grid_grows(recorders, monkeypatch):
     """With batch, heads and chunks; and no kernel is left out."""
     # Makes `two_axis_grid` flat, as it is for many sequences.
-    monkeypatch.setattr(common, "MOST_ON_SECOND_AXIS", 0)
+    monkeypatch.setattr(launches, "MOST_ON_SECOND_AXIS", 0)
     grids = []
     for sizes in [(2, 3, 3), (4, 3, 3), (2, 6, 3), (2, 3, 6)]:
         for family in FAMILIES.values():
@@ -223,7 +224,7 @@ def test_splits_are_few():
 
 def test_a_grid_that_cuda_cannot_launch_is_refused():
     assert flat_grid(2, 3, 5) == (30,)
-    assert flat_grid(common.MOST_PROGRAMS) == (2**31 - 1,)
+    assert flat_grid(MOST_PROGRAMS) == (2**31 - 1,)
     with pytest.raises(ValueError, match=r"65,536 × 32,768 = 2,147,483,648 CTAs, and CUDA .* 2,147,483,647: split"):
         flat_grid(65_536, 32_768)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.errors import UserError
+from sympow.kernels.launch import block_dim, ceil_div, empty_aligned, flat_grid, head_major, launch
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Whether kernels are compiled to PTX, NVIDIA's, in which `wait_for_mma` is written; not so by torch for AMD's GPUs.
@@ -25,35 +23,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 EPSILON = tl.constexpr(2.0**-23)
 STATE_EPSILON = tl.constexpr(2.0**-10)
 HALF_STATE_EPSILON = tl.constexpr(2.0**-13)
-# How many CTAs CUDA launches along the first axis of a grid.
-MOST_PROGRAMS = 2**31 - 1
-# How many along the second.
-MOST_ON_SECOND_AXIS = 65_535
-
-
-def flat_grid(*axes: int) -> tuple[int]:
-    """The grid of a launch over logical axes, the innermost first, as one axis: CTAs start in the same order.
-
-    A CUDA grid has up to 2³¹ − 1 CTAs along its first axis but only 65,535 along the others: too few for an axis that
-    grows with sequences, heads, pairs or chunks. The kernel finds its indices with `split_program_id`.
-    """
-    programs = math.prod(axes)
-    if programs > MOST_PROGRAMS:
-        sizes = " × ".join(f"{axis:,}" for axis in axes)
-        raise UserError(
-            f"a kernel of this call needs {sizes} = {programs:,} CTAs, and CUDA launches at most {MOST_PROGRAMS:,}: "
-            "split the batch"
-        )
-    return (programs,)
-
-
-def two_axis_grid(inner: int, outer: int) -> tuple[int, ...]:
-    """`flat_grid`, but on two axes if the outer one fits on the second.
-
-    For kernels whose first copy waits for the indices: with many short CTAs the division of `split_program_id` shows.
-    """
-    flat = flat_grid(inner, outer)
-    return (inner, outer) if outer <= MOST_ON_SECOND_AXIS else flat
 
 
 @triton.jit
@@ -161,77 +130,12 @@ def or_one(x):
     return tl.where(x == 0, 1.0, x)
 
 
-def head_major(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A TMA descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); out of bounds reads are
-    0."""
-    return blocks_of(aligned(x).transpose(1, 2), [1, 1, *block])
-
-
-def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A TMA descriptor of x, which is `aligned`, read and written in blocks of that shape."""
-    return new_descriptor(TensorDescriptor, x, block)
-
-
-# Descriptors that Triton has checked. Its checks take the host longer than what it then launches.
-_CHECKED: set[tuple[Any, ...]] = set()
-
-
-def new_descriptor(kind: type[Any], base: Tensor, block: list[int], **layout: Any) -> Any:
-    """A descriptor of one of Triton's classes, which checks each combination of shape, strides and block once.
-
-    Args:
-        layout: what Gluon's class takes besides.
-    """
-    key = (kind, base.shape, base.stride(), base.dtype, *block)
-    if key not in _CHECKED:
-        _CHECKED.add(key)
-        return kind(base, list(base.shape), list(base.stride()), block, **layout)
-    found = object.__new__(kind)
-    found.base, found.shape, found.strides, found.block_shape = base, list(base.shape), list(base.stride()), block
-    for name, value in layout.items():
-        setattr(found, name, value)
-    return found
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it where TMA could not read x: it needs a base and strides that are multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    *outer, last = x.stride()
-    if last != 1 or x.data_ptr() % 16 or any(stride % unit for stride in outer):
-        return empty_aligned(x, *x.shape).copy_(x)
-    return x
-
-
-def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialized tensor whose rows start at multiples of 16 bytes, as TMA requires."""
-    dtype = dtype or like.dtype
-    unit = 16 // dtype.itemsize
-    columns = ceil_div(shape[-1], unit) * unit
-    found = like.new_empty(*shape[:-1], columns, dtype=dtype)
-    return found if columns == shape[-1] else found[..., : shape[-1]]
-
-
-def block_dim(dim: int) -> int:
-    """The head dimension rounded up to a power of two, at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-def ceil_div(size: int, part: int) -> int:
-    """⌈size / part⌉. Triton's own function takes the host some µs, since kernels can call it, too."""
-    return -(-size // part)
-
-
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of tl.dot: for float32 operands the sum of three products of their halves, 22 bits of each, on
     the tensor cores; on AMD's GPUs, which multiply float32 itself, "ieee". Without effect for half precision ones."""
     if torch.version.hip is not None:
         return "ieee"
     return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-def rows_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy of it whose last axis is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class Documents(NamedTuple):
@@ -307,7 +211,8 @@ def scale_queries(q: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
     block = (rows, block_dim(dim))
     scaled = empty_aligned(q, *q.shape)
     scale = q.new_empty(batch, heads, length, dtype=torch.float32)
-    scale_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
+    launch(
+        scale_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         head_major(q, block), head_major(scaled, block), scale, length, heads,
         D=block[1], ROWS=rows, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import LOG2_E, flat_grid
+from sympow.kernels.common import LOG2_E
+from sympow.kernels.launch import flat_grid, launch
 
 BLOCK = 4096
 WARPS = 16
@@ -67,7 +68,8 @@ def cross_entropy_in_place(
     rows, columns = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     block = min(block, triton.next_power_of_2(columns))
-    _cross_entropy_kernel[flat_grid(rows)](
+    launch(
+        _cross_entropy_kernel, flat_grid(rows),
         logits, targets, losses, logits.stride(0), columns, vocabulary, scale,
         BLOCK=block, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip

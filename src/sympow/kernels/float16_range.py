@@ -40,16 +40,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    LOG2_E,
-    block_dim,
-    ceil_div,
-    empty_aligned,
-    flat_grid,
-    head_major,
-    power_of_two_scale,
-    split_program_id,
-)
+from sympow.kernels.common import LOG2_E, power_of_two_scale, split_program_id
+from sympow.kernels.launch import block_dim, ceil_div, empty_aligned, flat_grid, head_major, launch
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # log2 of the largest weight.
@@ -387,12 +379,14 @@ def key_range(
     scales = k.new_empty(batch, heads, SCALES.value, dtype=torch.float32)
     of_tokens = k.new_empty(batch, heads, 2, length, dtype=torch.float16) if token_scales else None
     d, e = block_dim(dim), block_dim(v.shape[-1])
-    measure_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        measure_kernel, flat_grid(tiles, batch * heads),
         head_major(k, (rows, d)), head_major(v, (rows, e)) if values else None, gates and gates.sums, lengths, relative,
         parts, of_tokens, length, heads, tiles,
         POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows, num_warps=2, enable_fp_fusion=True,
     )  # fmt: skip
-    bound_kernel[flat_grid(blocks, batch * heads)](
+    launch(
+        bound_kernel, flat_grid(blocks, batch * heads),
         gates and gates.sums, lengths, relative, parts, initial, bound, scales, length, blocks, tiles,
         POWER=power, GATED=gates is not None, INITIAL=initial is not None, BLOCK=SCAN_BLOCK, TILE=rows,
         num_warps=4, enable_fp_fusion=True,
@@ -613,14 +607,16 @@ def prepare(
     parts = q.new_empty(batch, heads, tiles, 4, dtype=torch.float32)
     kv_heads = ranges.scales.shape[1]
     scales = q.new_empty(batch, kv_heads, GRADIENT_SCALES.value, dtype=torch.float32)
-    prepare_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        prepare_kernel, flat_grid(tiles, batch * heads),
         head_major(q, (rows, d)), head_major(y, (rows, e)), head_major(dy, (rows, e)), weight, d_weight, ranges.scales,
         head_major(scaled, (rows, d)), scale, head_major(divided, (rows, e)), minus_delta, lengths, factor, parts,
         length, tiles * rows, batch, heads,
         GROUP=heads // kv_heads, POWER=power, WEIGHTED=d_weight is not None, D=d, E=e, ROWS=rows, SPLIT=split,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    gradient_scales_kernel[flat_grid(batch * kv_heads)](
+    launch(
+        gradient_scales_kernel, flat_grid(batch * kv_heads),
         parts, ranges.scales, d_final, scales, tiles * (heads // kv_heads),
         POWER=power, FINAL=d_final is not None, BLOCK=1024, SPLIT=split, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

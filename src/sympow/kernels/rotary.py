@@ -14,15 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    Documents,
-    ceil_div,
-    flat_grid,
-    rows_contiguous,
-    split_program_id,
-    sums_from_start,
-    sums_to_end,
-)
+from sympow.kernels.common import Documents, split_program_id, sums_from_start, sums_to_end
+from sympow.kernels.launch import ceil_div, flat_grid, launch, rows_contiguous
 from sympow.kernels.operator import operator, present
 from sympow.kernels.running_sums import correct_drift, running_sum
 
@@ -203,7 +196,8 @@ def rotate_forward(
         torch.empty_like(k, memory_format=torch.contiguous_format),
     )
     batch, length, heads, _ = k.shape
-    _rotate_kernel[flat_grid(ceil_div(length, TOKENS), batch * heads)](
+    launch(
+        _rotate_kernel, flat_grid(ceil_div(length, TOKENS), batch * heads),
         q, k, q_out, k_out, sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
         **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip
@@ -236,7 +230,8 @@ def rotate_backward(
         k.new_empty(batch * heads, blocks, dim // 2, dtype=torch.float64) if wanted else None
         for wanted in (want_theta, start is not None)
     )
-    _rotate_backward_kernel[flat_grid(blocks, batch * heads)](
+    launch(
+        _rotate_backward_kernel, flat_grid(blocks, batch * heads),
         q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, blocks,
         *dq.stride()[:3], *dk.stride()[:3], **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip

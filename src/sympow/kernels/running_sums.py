@@ -23,11 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import (
-    ceil_div,
-    flat_grid,
-    split_program_id,
-)
+from sympow.kernels.common import split_program_id
+from sympow.kernels.launch import ceil_div, flat_grid, launch
 
 # exp(−300) = 2^-433 is 0 in float32, also times the powers of two, up to 2^180, that scale a row of float16
 # (`float16_range`).
@@ -70,7 +67,8 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     totals = x.new_empty(batch, columns, blocks, dtype=torch.float64)
     out = x.new_empty(batch, columns, length, dtype=torch.float64)
     for totals_only in (True, False):
-        _scan_kernel[flat_grid(blocks, batch * columns)](
+        launch(
+            _scan_kernel, flat_grid(blocks, batch * columns),
             x, totals, out, length, columns, blocks, *x.stride(),
             BLOCK=SCAN_BLOCK, REVERSE=reverse, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
         )  # fmt: skip
@@ -201,10 +199,20 @@ def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:
     from_start = torch.empty_like(to_end)
     grid = flat_grid(blocks, batch * heads)
     if blocks > 1:
-        _block_totals_kernel[grid](
-            log_gamma, totals, length, heads, blocks, *log_gamma.stride(), BLOCK=SCAN_BLOCK, enable_fp_fusion=True
+        launch(
+            _block_totals_kernel,
+            grid,
+            log_gamma,
+            totals,
+            length,
+            heads,
+            blocks,
+            *log_gamma.stride(),
+            BLOCK=SCAN_BLOCK,
+            enable_fp_fusion=True,
         )
-    _running_sums_kernel[grid](
+    launch(
+        _running_sums_kernel, grid,
         log_gamma, totals, sums, to_end, from_start, length, heads, blocks, *log_gamma.stride(),
         BLOCK=SCAN_BLOCK, TILE=tile, enable_fp_fusion=True,
     )  # fmt: skip
@@ -225,7 +233,8 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
     out = column_terms.new_empty(batch, heads, length, dtype=torch.float64)
     grid = flat_grid(blocks, batch * heads)
     for totals_only in (True, False):
-        _gate_gradient_kernel[grid](
+        launch(
+            _gate_gradient_kernel, grid,
             row_terms, column_terms, totals, out, length, blocks, GROUP=row_terms.shape[1] // heads, POWER=power,
             BLOCK=SCAN_BLOCK, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
         )  # fmt: skip
@@ -325,7 +334,8 @@ def correct_drift(
     batch, heads, length = sums.shape
     out = sums.new_empty(batch, length, heads, dtype=dtype)
     exact = None if exact is None else exact.contiguous()
-    _correct_drift_kernel[flat_grid(ceil_div(length, DRIFT_BLOCK), batch * heads)](
+    launch(
+        _correct_drift_kernel, flat_grid(ceil_div(length, DRIFT_BLOCK), batch * heads),
         sums.contiguous(), exact, document_end, out, length, heads, spacing,
         0 if exact is None else exact.shape[-1], DOCUMENTS=document_end is not None, BLOCK=DRIFT_BLOCK,
         enable_fp_fusion=True,

@@ -23,14 +23,8 @@ from torch import Tensor
 from sympow.kernels.common import (
     LOG2_E,
     Documents,
-    block_dim,
-    blocks_of,
-    ceil_div,
     divide_steps,
     dot_precision,
-    empty_aligned,
-    flat_grid,
-    head_major,
     odd_power,
     or_one,
     pairwise_decay,
@@ -54,6 +48,7 @@ from sympow.kernels.float16_range import (
     power_of_two,
     query_exponents,
 )
+from sympow.kernels.launch import block_dim, blocks_of, ceil_div, empty_aligned, flat_grid, head_major, launch
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
@@ -455,7 +450,8 @@ def prepare(
     block = (rows, block_dim(value_dim))
     divided = empty_aligned(dy, *dy.shape)
     minus_delta = y.new_empty(batch, heads, tiles * rows, dtype=torch.float32)
-    prepare_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        prepare_kernel, flat_grid(tiles, batch * heads),
         head_major(y, block), head_major(dy, block), weight, d_weight, head_major(divided, block), minus_delta,
         length, tiles * rows, heads, WEIGHTED=d_weight is not None, E=block[1], ROWS=rows, num_warps=4,
         enable_fp_fusion=True,
@@ -503,7 +499,8 @@ def query_gradient(
     d, e = block_dim(dim), block_dim(v.shape[-1])
     dq, row_term = out or (empty_aligned(q, *q.shape), q.new_empty(batch, heads, length, dtype=torch.float32))
     state, location = _state_arguments(q, states, chunk, length, d, e)
-    query_gradient_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
+    launch(
+        query_gradient_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
         gates and gates.sums, gates and gates.to_end, *state, past,
@@ -546,7 +543,8 @@ def key_gradient(
         dk, dv, column_term = out
     k_desc = head_major(k, (rows, d))
     state, location = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
-    key_gradient_kernel[flat_grid(ceil_div(length, rows), batch * kv_heads)](
+    launch(
+        key_gradient_kernel, flat_grid(ceil_div(length, rows), batch * kv_heads),
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
         gates and gates.sums, gates and gates.from_start, *state, rows_half and rows_half.factor,

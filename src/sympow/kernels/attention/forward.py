@@ -26,14 +26,8 @@ from sympow.kernels.common import (
     HALF_STATE_EPSILON,
     STATE_EPSILON,
     Documents,
-    block_dim,
-    blocks_of,
-    ceil_div,
     dot_precision,
-    empty_aligned,
     even_power,
-    flat_grid,
-    head_major,
     or_one,
     pairwise_decay,
     partial_row_sums,
@@ -56,6 +50,7 @@ from sympow.kernels.float16_range import (
     log_length,
     power_of_two,
 )
+from sympow.kernels.launch import block_dim, blocks_of, ceil_div, empty_aligned, flat_grid, head_major, launch
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
@@ -327,7 +322,8 @@ def attend(
         past = torch.zeros_like(weight) if past is None else past
     # In float16 fused multiply-add would keep weights and decays of the diagonal for the exact sums, and spill. (With
     # heads of 128 it is the other way round.)
-    forward_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
+    launch(
+        forward_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
         q_half_desc, low_desc, high_desc, normalizer_desc, past,

@@ -26,13 +26,8 @@ from torch import Tensor
 
 from sympow.kernels.common import (
     LOG2_E,
-    block_dim,
-    ceil_div,
     divide_steps,
-    empty_aligned,
     even_power,
-    flat_grid,
-    head_major,
     odd_power,
     or_one,
     pairwise_decay,
@@ -60,6 +55,7 @@ from sympow.kernels.float16_range import (
     query_exponents,
     store_pieces,
 )
+from sympow.kernels.launch import block_dim, ceil_div, empty_aligned, flat_grid, head_major, launch
 from sympow.kernels.running_sums import Gates
 
 LARGEST_DIM = 64
@@ -404,7 +400,8 @@ def split_keys(k: Tensor, v: Tensor, ranges: KeyRange, rows: int = 128) -> tuple
     batch, length, heads, dim = k.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
     k_pieces, v_pieces = (empty_aligned(x, 2 * batch, length, heads, x.shape[-1], dtype=torch.float16) for x in (k, v))
-    split_keys_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
+    launch(
+        split_keys_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         head_major(k, (rows, d)), head_major(v, (rows, e)), head_major(k_pieces, (rows, d)),
         head_major(v_pieces, (rows, e)), ranges.scales, length, batch, heads, D=d, E=e, ROWS=rows, num_warps=4,
         enable_fp_fusion=True,
@@ -424,13 +421,15 @@ def attend(
     k_pieces, v_pieces = split_keys(k, v, ranges)
     q_pieces = empty_aligned(q, 2 * batch, length, heads, dim, dtype=torch.float16)
     lengths = q.new_empty(batch, heads, tiles * rows)
-    split_queries_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        split_queries_kernel, flat_grid(tiles, batch * heads),
         head_major(q, (rows, d)), head_major(q_pieces, (rows, d)), lengths, length, tiles * rows, batch, heads,
         D=d, ROWS=rows, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     y = empty_aligned(v, batch, length, heads, value_dim)
     weight = q.new_empty(batch, heads, length)
-    forward_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        forward_kernel, flat_grid(tiles, batch * heads),
         head_major(q_pieces, (rows, d)), head_major(k_pieces, (columns, d)), head_major(v_pieces, (columns, e)),
         head_major(y, (rows, e)), weight, gates and gates.sums, gates and gates.to_end, lengths, ranges.bound,
         ranges.scales, length, tiles * rows, gates.to_end.shape[-1] if gates else 0, batch, heads,
@@ -449,7 +448,8 @@ def query_gradient(
     d, e = block_dim(k.shape[-1]), block_dim(v.shape[-1])
     dq = empty_aligned(k, batch, length, heads, k.shape[-1], dtype=torch.float32)
     row_term = torch.empty_like(rows_split.scale)
-    query_gradient_kernel[flat_grid(ceil_div(length, rows), batch * heads)](
+    launch(
+        query_gradient_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         head_major(rows_split.q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(rows_split.dy, (rows, e)), rows_split.minus_delta, head_major(dq, (rows, d)), row_term,
         rows_split.scale, gates and gates.sums, gates and gates.to_end, rows_split.length, rows_split.factor,
@@ -474,7 +474,8 @@ def key_gradient(
     dk = empty_aligned(k, batch, length, kv_heads, k.shape[-1], dtype=torch.float32)
     dv = empty_aligned(v, batch, length, kv_heads, v.shape[-1], dtype=torch.float32)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    key_gradient_kernel[flat_grid(ceil_div(length, rows), batch * kv_heads)](
+    launch(
+        key_gradient_kernel, flat_grid(ceil_div(length, rows), batch * kv_heads),
         head_major(rows_split.q, (columns, d)), head_major(k, (rows, d)), head_major(v, (rows, e)),
         head_major(rows_split.dy, (columns, e)), rows_split.minus_delta, head_major(dk, (rows, d)),
         head_major(dv, (rows, e)), column_term, gates and gates.sums, gates and gates.from_start, rows_split.factor,

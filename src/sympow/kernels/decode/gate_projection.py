@@ -14,11 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    ceil_div,
-    flat_grid,
-    split_program_id,
-)
+from sympow.kernels.common import split_program_id
+from sympow.kernels.launch import ceil_div, flat_grid, launch
 from sympow.kernels.operator import operator
 
 BLOCK_OUTPUTS = 16
@@ -84,7 +81,8 @@ def step_gates(
     gates, rotations = (0 if weight is None else len(weight) for weight in (gate_weight, rotation_weight))
     log_gamma, beta = (x.new_empty(rows, outputs, dtype=torch.float32) for outputs in (gates, rotations))
     blocks = ceil_div(gates, BLOCK_OUTPUTS) + ceil_div(rotations, BLOCK_OUTPUTS)
-    step_gates_kernel[flat_grid(blocks, rows)](
+    launch(
+        step_gates_kernel, flat_grid(blocks, rows),
         x, gate_weight, gate_bias, log_gamma, rotation_weight, beta, inputs, gates, rotations,
         GATED=gates > 0, ROTATED=rotations > 0, OUTPUTS=BLOCK_OUTPUTS, INPUTS=BLOCK_INPUTS, num_warps=WARPS,
         enable_fp_fusion=True,

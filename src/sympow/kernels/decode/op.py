@@ -9,10 +9,10 @@ of `state_step`.
 import torch
 from torch import Tensor
 
-from sympow.kernels.common import rows_contiguous
 from sympow.kernels.decode.softmax_step import softmax_step
 from sympow.kernels.decode.state_step import RecentTokens, StateArguments, Token, decode_step
 from sympow.kernels.decode.window_step import window_fold, window_step
+from sympow.kernels.launch import rows_contiguous
 from sympow.kernels.operator import operator
 
 

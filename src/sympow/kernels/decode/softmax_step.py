@@ -13,10 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    LOG2_E,
-    ceil_div,
-)
+from sympow.kernels.common import LOG2_E
 from sympow.kernels.decode.state_step import (
     BLOCK_SPLITS,
     Exchange,
@@ -31,6 +28,7 @@ from sympow.kernels.decode.state_step import (
     phase_after,
     vector_block,
 )
+from sympow.kernels.launch import ceil_div, launch
 from sympow.kernels.rotary import TWO_PI, cos_sin
 
 # As `sympow.ops.torch.softmax.CLOSED_GATE`.
@@ -191,7 +189,8 @@ def softmax_step(token: Token, cache: RecentTokens, arrivals: Tensor, workspace:
     out = Outputs(empty_output(token))
     lengths = [batch * heads * splits * group * columns, batch * heads * splits * group * 2]
     partial, totals = workspace[: sum(lengths)].split(lengths)
-    softmax_step_kernel[(batch * heads, splits)](
+    launch(
+        softmax_step_kernel, (batch * heads, splits),
         token, cache, Exchange(arrivals, None, partial, totals), out, Sizes(heads, 0, dim, value_dim, capacity),
         SplitArguments(splits, 0, keys_per_split, 0), Strides.of(token),
         GROUP=group, DIM=vector_block(dim), COLUMNS=columns, GATED=token.log_gamma is not None,

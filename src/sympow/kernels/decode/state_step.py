@@ -26,13 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.errors import ArgumentError
-from sympow.kernels.common import (
-    EPSILON,
-    ceil_div,
-    even_power,
-    or_one,
-    power_of_two_scale,
-)
+from sympow.kernels.common import EPSILON, even_power, or_one, power_of_two_scale
+from sympow.kernels.launch import ceil_div, launch
 from sympow.kernels.rotary import TWO_PI, cos_sin
 
 # log γ^(1/p) of a closed gate: finite, so that differences of sums are defined, as in `sympow.ops.numerics`.
@@ -584,7 +579,8 @@ def launch_step(
     if state.pairs is not None:
         state = state._replace(pairs=state.pairs.view(torch.int32))
     capacity = 0 if window.k is None else window.k.shape[-1]
-    step_kernel[(batch * heads, splits.count)](
+    launch(
+        step_kernel, (batch * heads, splits.count),
         token, state, window, exchange, out, Sizes(heads, features, dim, value_dim, capacity),
         SplitArguments(splits.count, splits.window_splits, splits.keys_per_split, splits.rows_per_split),
         Strides.of(token),

@@ -24,10 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    ceil_div,
-    wait_for_mma,
-)
+from sympow.kernels.common import wait_for_mma
 from sympow.kernels.decode.state_step import (
     FEW_SEQUENCES,
     READ_PROGRAMS,
@@ -48,6 +45,7 @@ from sympow.kernels.decode.state_step import (
     workspace_sizes,
 )
 from sympow.kernels.device_limits import register_limit
+from sympow.kernels.launch import ceil_div, launch
 
 # The fewest keys of a window that one CTA scores, and how many it scores at once. Beside a state they are fewer: all
 # CTAs of a launch have the registers of the most demanding part, and with fewer registers more of them run at once.
@@ -272,7 +270,8 @@ def window_fold(
     rows_per_split = rows * ceil_div(tiles, min(tiles, max(1, programs // (batch * heads))))
     splits = ceil_div(feature_count, rows_per_split)
     _, _, dim, capacity = window.k.shape
-    fold_window_kernel[(batch * heads, splits)](
+    launch(
+        fold_window_kernel, (batch * heads, splits),
         state.kv, state.normalizer, copy, state.scale, *window, arrivals, state.pairs.view(torch.int32), state.weight,
         feature_count, dim, value_dim, capacity, splits, rows_per_split,
         POWER=state.pairs.shape[1], COLUMNS=max(16, triton.next_power_of_2(value_dim)), ROWS=rows,

@@ -24,14 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import (
-    ceil_div,
-    divide_steps,
-    empty_aligned,
-    even_power,
-    flat_grid,
-    odd_power,
-)
+from sympow.kernels.common import divide_steps, even_power, odd_power
 from sympow.kernels.float16_range import (
     FOLDED_VALUE_FACTOR,
     GRADIENT_FACTOR,
@@ -62,6 +55,7 @@ from sympow.kernels.hopper.common import (
 from sympow.kernels.hopper.decayed import BLOCK, decayed
 from sympow.kernels.hopper.folded_rows import fold_factors
 from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
 from sympow.kernels.running_sums import Gates
 
 # Tokens per tile and per warpgroup; tiles of keys and of values in shared memory for the gradient of the queries; tiles
@@ -591,7 +585,8 @@ def query_gradient(
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
-    query_gradient_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        query_gradient_kernel, flat_grid(tiles, batch * heads),
         _tiles(q, width), _tiles(k, width), _tiles(decayed(k, split, power, to_end=True), width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dq, width), row_term, scale,
         split and split.whole, split and split.rest, state,
@@ -635,7 +630,8 @@ def key_gradient(
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
-    key_gradient_kernel[flat_grid(tiles, batch * kv_heads)](
+    launch(
+        key_gradient_kernel, flat_grid(tiles, batch * kv_heads),
         _tiles(q, width), _tiles(later, width), _tiles(k, width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dk, width), _tiles(dv, width), column_term,
         block_terms, split and split.whole, split and split.rest, *(states or (None, None)),

@@ -13,17 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.kernels.attention.forward import state_weight
-from sympow.kernels.common import (
-    blocks_of,
-    ceil_div,
-    flat_grid,
-    head_major,
-    scale_queries,
-    split_program_id,
-)
+from sympow.kernels.common import scale_queries, split_program_id
 from sympow.kernels.hopper import backward, forward
 from sympow.kernels.hopper.common import SplitSums
 from sympow.kernels.hopper.state_products import gradient_states, query_states
+from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, head_major, launch
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates
 
@@ -57,7 +51,8 @@ def state_weights(q: Tensor, states: ChunkStates, rows: int = 128) -> Tensor:
     batch, length, heads, dim = q.shape
     past = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = ceil_div(length, rows)
-    state_weights_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        state_weights_kernel, flat_grid(tiles, batch * heads),
         head_major(q, (rows, dim)), blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim]), past,
         length, heads, tiles, states.chunk, states.low.shape[2], states.first,
         GROUP=heads // states.low.shape[1], D=dim, ROWS=rows, num_warps=8, enable_fp_fusion=True,

@@ -14,9 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import LOG2_E, aligned, flat_grid, new_descriptor, split_program_id
+from sympow.kernels.common import LOG2_E, split_program_id
 from sympow.kernels.device_limits import HOPPER_WIDTHS
 from sympow.kernels.float16_range import WEIGHT_LIMIT, exponent_to_limit, power_of_two
+from sympow.kernels.launch import aligned, flat_grid, launch, new_descriptor
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
@@ -149,7 +150,15 @@ def split_sums(gates: Gates) -> SplitSums:
     batch, heads, padded = gates.to_end.shape
     whole = torch.empty_like(gates.to_end, dtype=torch.int32)
     rest = torch.empty_like(gates.to_end)
-    _split_kernel[flat_grid(padded // SCAN_BLOCK, batch * heads)](
-        gates.sums, whole, rest, gates.sums.shape[-1], padded, BLOCK=SCAN_BLOCK, enable_fp_fusion=True
+    launch(
+        _split_kernel,
+        flat_grid(padded // SCAN_BLOCK, batch * heads),
+        gates.sums,
+        whole,
+        rest,
+        gates.sums.shape[-1],
+        padded,
+        BLOCK=SCAN_BLOCK,
+        enable_fp_fusion=True,
     )
     return SplitSums(whole, rest)

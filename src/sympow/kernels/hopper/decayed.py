@@ -15,13 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    ceil_div,
-    empty_aligned,
-    flat_grid,
-    split_program_id,
-)
+from sympow.kernels.common import split_program_id
 from sympow.kernels.hopper.common import SplitSums
+from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
 
 # Tokens per block: the rows of a CTA of the kernels that read these tensors.
 BLOCK = 128
@@ -64,7 +60,8 @@ def decayed(x: Tensor, split: SplitSums | None, power: int, *, to_end: bool) -> 
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = empty_aligned(x, *x.shape)
     blocks = ceil_div(length, BLOCK)
-    decay_kernel[flat_grid(blocks, batch * heads)](
+    launch(
+        decay_kernel, flat_grid(blocks, batch * heads),
         x, out, split.whole, split.rest, *x.stride()[:3], *out.stride()[:3],
         length, split.whole.shape[-1], heads, blocks, DIM=dim, COLUMNS=triton.next_power_of_2(dim),
         GROUP=heads // split.whole.shape[1], POWER=power, TO_END=to_end, ROWS=BLOCK, num_warps=8, enable_fp_fusion=True,

@@ -14,14 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    block_dim,
-    ceil_div,
-    empty_aligned,
-    flat_grid,
-    head_major,
-    split_program_id,
-)
+from sympow.kernels.common import split_program_id
 from sympow.kernels.float16_range import (
     FOLDED_LIMIT,
     FOLDED_VALUE_FACTOR,
@@ -32,6 +25,7 @@ from sympow.kernels.float16_range import (
     RowGradients,
     power_of_two,
 )
+from sympow.kernels.launch import block_dim, ceil_div, empty_aligned, flat_grid, head_major, launch
 
 if TYPE_CHECKING:
     # Gluon, which other releases of Triton lack.
@@ -106,7 +100,8 @@ def fold_factors(rows: RowGradients, split: SplitSums | None, power: int, kv_hea
     q = empty_aligned(rows.q, *rows.q.shape)
     decayed = q if split is None else empty_aligned(rows.q, *rows.q.shape)
     minus_delta = torch.empty_like(rows.minus_delta)
-    fold_factors_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        fold_factors_kernel, flat_grid(tiles, batch * heads),
         head_major(rows.q, (block, d)), head_major(q, (block, d)), head_major(decayed, (block, d)), rows.factor,
         rows.minus_delta, minus_delta, split and split.whole, split and split.rest, rows.scales,
         padded, split.whole.shape[-1] if split else 0, heads, tiles,

@@ -25,15 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import (
-    ceil_div,
-    empty_aligned,
-    even_power,
-    flat_grid,
-    partial_row_sums,
-    power_of_two_scale,
-    round_to,
-)
+from sympow.kernels.common import even_power, partial_row_sums, power_of_two_scale, round_to
 from sympow.kernels.float16_range import (
     WEIGHT_LIMIT,
     KeyRange,
@@ -59,6 +51,7 @@ from sympow.kernels.hopper.common import (
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
+from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
 from sympow.kernels.running_sums import Gates
 
 # Tokens per tile of keys and per warpgroup of queries, and tiles of keys, and of values, in shared memory.
@@ -319,7 +312,8 @@ def attend(
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
-    forward_kernel[flat_grid(tiles, batch * heads)](
+    launch(
+        forward_kernel, flat_grid(tiles, batch * heads),
         head_major(q, QUERY_TILE, width), head_major(k, KEY_TILE, width),
         head_major(decayed(k, split, power, to_end=True), KEY_TILE, width), head_major(v, KEY_TILE, width),
         head_major(y, QUERY_TILE, width), weight, split and split.whole, split and split.rest, past, state,

@@ -22,15 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import (
-    ceil_div,
-    divide_steps,
-    empty_aligned,
-    flat_grid,
-    odd_power,
-    split_program_id,
-    two_axis_grid,
-)
+from sympow.kernels.common import divide_steps, odd_power, split_program_id
 from sympow.kernels.float16_range import (
     GRADIENT_SCALES,
     KEY_LENGTH,
@@ -51,6 +43,7 @@ from sympow.kernels.hopper.common import (
     split_sums,
     thread_barrier,
 )
+from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch, two_axis_grid
 from sympow.kernels.running_sums import Gates
 
 TILE, RING = 64, 4
@@ -448,7 +441,8 @@ def query_gradient(
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
     grid = two_axis_grid(ceil_div(length, TILE), batch * heads)
-    query_gradient_kernel[grid](
+    launch(
+        query_gradient_kernel, grid,
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
         key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
@@ -470,7 +464,8 @@ def key_gradient(
     batch, length, kv_heads, _ = k.shape
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    key_gradient_kernel[flat_grid(ceil_div(length, TILE), batch * kv_heads)](
+    launch(
+        key_gradient_kernel, flat_grid(ceil_div(length, TILE), batch * kv_heads),
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dk, TILE), head_major(dv, TILE), column_term,
         split and split.whole, split and split.rest, gates and gates.from_start,

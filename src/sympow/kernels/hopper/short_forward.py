@@ -31,16 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import (
-    ceil_div,
-    empty_aligned,
-    even_power,
-    flat_grid,
-    partial_row_sums,
-    power_of_two_scale,
-    round_to,
-    split_program_id,
-)
+from sympow.kernels.common import even_power, partial_row_sums, power_of_two_scale, round_to, split_program_id
 from sympow.kernels.float16_range import (
     WEIGHT_LIMIT,
     KeyRange,
@@ -61,6 +52,7 @@ from sympow.kernels.hopper.common import (
     split_sums,
     thread_barrier,
 )
+from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
 from sympow.kernels.running_sums import Gates
 
 QUERY_TILE, KEY_TILE, RING = 128, 64, 4
@@ -436,7 +428,8 @@ def attend(
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
-    forward_kernel[flat_grid(ceil_div(length, QUERY_TILE), batch * heads)](
+    launch(
+        forward_kernel, flat_grid(ceil_div(length, QUERY_TILE), batch * heads),
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
         split and split.whole, split and split.rest, gates and gates.to_end, key_range and key_range.bound,
         length, gates.to_end.shape[-1] if gates else 0, heads,

@@ -28,11 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import (
-    aligned,
-    ceil_div,
-    flat_grid,
-)
 from sympow.kernels.hopper.common import (
     async_load,
     blocks_of,
@@ -43,6 +38,7 @@ from sympow.kernels.hopper.common import (
     thread_barrier,
 )
 from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.launch import aligned, ceil_div, flat_grid, launch
 from sympow.kernels.states.quadratic import ChunkStates
 
 # Rows per tile, tiles per CTA, and tiles of the state in shared memory.
@@ -322,7 +318,7 @@ def gradient_states_kernel(
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
-class _Launch(NamedTuple):
+class _Reads(NamedTuple):
     """Which chunks read which states: the last six integers of both kernels."""
 
     chunk: int
@@ -333,7 +329,7 @@ class _Launch(NamedTuple):
     groups: int
 
 
-def _launch(x: Tensor, states: ChunkStates, *, keys: bool) -> _Launch:
+def _reads(x: Tensor, states: ChunkStates, *, keys: bool) -> _Reads:
     """A chunk's queries read the state at its start, and the gradients of its keys that at its end."""
     count, chunk = states.low.shape[2], states.chunk
     # No keys come before boundary 0, and no queries after the last one.
@@ -341,7 +337,7 @@ def _launch(x: Tensor, states: ChunkStates, *, keys: bool) -> _Launch:
     first_chunk = states.first + first_state - (1 if keys else 0)
     chunks = min(count - first_state, ceil_div(x.shape[1], chunk) - first_chunk)
     groups = ceil_div(x.shape[2] // states.low.shape[1] * chunk // TILE, TILES)
-    return _Launch(chunk, chunks, first_chunk, count, first_state, groups)
+    return _Reads(chunk, chunks, first_chunk, count, first_state, groups)
 
 
 def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tensor:
@@ -355,12 +351,13 @@ def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tenso
     kv_heads, value_dim = states.low.shape[1], states.low.shape[4]
     out = x.new_empty(batch, heads, length, value_dim, dtype=torch.float32)
     x = aligned(x)
-    launch = _launch(x, states, keys=keys)
+    reads = _reads(x, states, keys=keys)
     tile = [1, 1, value_dim, dim // 2]
-    query_states_kernel[flat_grid(launch.groups, launch.chunks, batch * kv_heads)](
+    launch(
+        query_states_kernel, flat_grid(reads.groups, reads.chunks, batch * kv_heads),
         head_major(x, TILE, dim // 2), blocks_of(states.low.flatten(0, 2), tile),
         blocks_of(states.high.flatten(0, 2), tile), x, x.stride(0), x.stride(1), x.stride(2), out, length, heads,
-        *launch,
+        *reads,
         GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH=states.high.shape[3],
         HIGH_COLUMN=states.high.shape[-1] - dim // 2, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
@@ -386,14 +383,15 @@ def gradient_states(
     assert states.high.shape[-1] == dim
     out = x.new_empty(batch, heads, length, dim, dtype=torch.float32)
     x, z = aligned(x), aligned(z)
-    launch = _launch(x, states, keys=keys)
+    reads = _reads(x, states, keys=keys)
     tile = [1, 1, value_dim // 2, dim]
     normalizer = states.normalizer.flatten(0, 2)[None]
-    gradient_states_kernel[flat_grid(launch.groups, launch.chunks, batch * kv_heads)](
+    launch(
+        gradient_states_kernel, flat_grid(reads.groups, reads.chunks, batch * kv_heads),
         head_major(z, TILE, value_dim // 2), blocks_of(states.low.flatten(0, 2), tile),
         blocks_of(states.high.flatten(0, 2), tile), blocks_of(normalizer, [1, 1, dim // 2, dim]),
         head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,
-        length, 0 if factor is None else factor.shape[-1], heads, *launch,
+        length, 0 if factor is None else factor.shape[-1], heads, *reads,
         GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH=states.high.shape[3], FACTORS=factor is not None,
         STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import divide_steps, flat_grid
+from sympow.kernels.common import divide_steps
 from sympow.kernels.hopper.common import (
     async_load,
     async_store,
@@ -31,6 +31,7 @@ from sympow.kernels.hopper.common import (
     thread_barrier,
 )
 from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.launch import flat_grid, launch
 
 # Tokens per tile, entries per CTA times columns of each, and tiles of x and of y in shared memory.
 TILE, WIDTH, RING = 64, 256, 4
@@ -162,7 +163,8 @@ def update(
     entries = WIDTH // columns
     groups = out.shape[3] // entries
     out_desc = blocks_of(out.flatten(0, 2), [1, 1, value_dim // 2, columns])
-    update_kernel[flat_grid(groups, where[0], batch * kv_heads)](
+    launch(
+        update_kernel, flat_grid(groups, where[0], batch * kv_heads),
         head_major(x, TILE, columns), head_major(y, TILE), out_desc, transposed, transposed.shape[2], kv_heads, *where,
         first_entry, dim - columns, out.shape[-1] - columns, groups,
         GROUP=heads // kv_heads, D=dim, ENTRIES=entries, STAGES=RING,

@@ -23,17 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    Documents,
-    blocks_of,
-    ceil_div,
-    dot_precision,
-    empty_aligned,
-    head_major,
-    split_program_id,
-    wait_for_mma,
-)
+from sympow.kernels.common import Documents, dot_precision, split_program_id, wait_for_mma
 from sympow.kernels.device_limits import register_limit
+from sympow.kernels.launch import blocks_of, ceil_div, empty_aligned, head_major, launch
 from sympow.kernels.pair_gates.decays import BLOCK, TILE, DecayTables
 from sympow.kernels.pair_gates.forward import decay_columns, in_product_layout
 from sympow.kernels.states.quadratic import ChunkStates
@@ -369,7 +361,8 @@ def query_gradient(
     state = _state_arguments(q, chunked, rows, length)
     dq = q.new_empty(batch, heads, length, dim, dtype=torch.float32)
     weights = torch.empty_like(neighbours)
-    query_gradient_kernel[(ceil_div(length, rows) * batch * heads,)](
+    launch(
+        query_gradient_kernel, (ceil_div(length, rows) * batch * heads,),
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(dy, (rows, value_dim)),
         minus_delta, neighbours, weights, dq, tables.across_blocks, tables.across_tiles,
@@ -410,7 +403,8 @@ def key_gradient(
     crossing = None
     if spacing:
         crossing = near.new_zeros(batch, kv_heads, ceil_div(length, spacing), tiles, dim, dtype=torch.float32)
-    key_gradient_kernel[(tiles * batch * kv_heads,)](
+    launch(
+        key_gradient_kernel, (tiles * batch * kv_heads,),
         head_major(near, (rows, dim)), head_major(v, (rows, value_dim)), head_major(q_far, (TILE, dim)),
         head_major(dy, (TILE, value_dim)), head_major(q_near, (BLOCK, dim)), head_major(dy, (BLOCK, value_dim)),
         minus_delta, neighbours, dk, head_major(dv, (rows, value_dim)), crossing, tables.across_blocks,

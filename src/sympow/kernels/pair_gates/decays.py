@@ -20,13 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    ceil_div,
-    empty_aligned,
-    power_of_two_scale,
-    rows_contiguous,
-    split_program_id,
-)
+from sympow.kernels.common import power_of_two_scale, split_program_id
+from sympow.kernels.launch import ceil_div, empty_aligned, launch, rows_contiguous
 
 # Tokens within which scores are computed element by element: the smallest tile of a matrix product.
 BLOCK = 16
@@ -146,7 +141,8 @@ def decay_tables(log_gamma: Tensor, dim: int, power: int) -> DecayTables:
     tiles = ceil_div(length, LARGEST_TILE) * (LARGEST_TILE // TILE)
     across_blocks = log_gamma.new_empty(batch, heads, tiles * (TILE // BLOCK), dim, dtype=torch.float32)
     across_tiles = log_gamma.new_empty(batch, heads, tiles, dim, dtype=torch.float32)
-    decay_tables_kernel[(tiles * batch * heads,)](
+    launch(
+        decay_tables_kernel, (tiles * batch * heads,),
         log_gamma, across_blocks, across_tiles, length, heads, pairs, tiles,
         D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -161,7 +157,8 @@ def _decay_tokens(
     near, far = empty_aligned(x, *x.shape), empty_aligned(x, *x.shape)
     in_chunk = None if beyond is None else empty_aligned(x, *x.shape)
     x = rows_contiguous(x)
-    decay_tokens_kernel[(tiles * batch * heads,)](
+    launch(
+        decay_tokens_kernel, (tiles * batch * heads,),
         x, *x.stride()[:3], log_gamma, tables.across_blocks, beyond, near, far, in_chunk, *near.stride()[:3], scale,
         length, heads, log_gamma.shape[-1], tiles, tables.across_blocks.shape[2],
         GROUP=heads // log_gamma.shape[2], D=dim, POWER=power, KEYS=scale is None, CHUNKED=beyond is not None,

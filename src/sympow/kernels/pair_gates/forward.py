@@ -23,11 +23,7 @@ from sympow.kernels.attention.forward import query_state
 from sympow.kernels.common import (
     INTERPRETED,
     Documents,
-    blocks_of,
-    ceil_div,
     dot_precision,
-    empty_aligned,
-    head_major,
     or_one,
     partial_row_sums,
     round_to,
@@ -35,6 +31,7 @@ from sympow.kernels.common import (
     wait_for_mma,
 )
 from sympow.kernels.device_limits import register_limit
+from sympow.kernels.launch import blocks_of, ceil_div, empty_aligned, head_major, launch
 from sympow.kernels.pair_gates.decays import BLOCK, TILE, DecayTables
 from sympow.kernels.states.quadratic import ChunkStates
 
@@ -188,7 +185,8 @@ def attend(
         high_desc = blocks_of(states.high.flatten(0, 2), [1, 1, value_dim, dim // 2])
         normalizer_desc = blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim])
         source = since
-    forward_kernel[(ceil_div(length, rows) * batch * heads,)](
+    launch(
+        forward_kernel, (ceil_div(length, rows) * batch * heads,),
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(y, (rows, value_dim)), weight,
         neighbours, tables.across_blocks, tables.across_tiles, documents and documents.start,

@@ -16,10 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import (
-    ceil_div,
-    split_program_id,
-)
+from sympow.kernels.common import split_program_id
+from sympow.kernels.launch import ceil_div, launch
 from sympow.kernels.pair_gates.decays import TILE
 
 
@@ -88,7 +86,8 @@ def gate_gradient(
         drift[:, :, 1:-1] = crossing
     drift[:, :, :-1] -= sums[:, :, : tiles : spacing // TILE]
     out = terms.new_empty(batch, length, heads, pairs)
-    gate_gradient_kernel[(tiles * batch * heads,)](
+    launch(
+        gate_gradient_kernel, (tiles * batch * heads,),
         terms, sums[:, :, 1:].contiguous(), drift, out, length, heads, pairs, tiles, spacing,
         drift.shape[2],
         POWER=power, PAIRS=columns, TILE=TILE, num_warps=4, enable_fp_fusion=True,

@@ -18,13 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    ceil_div,
-    empty_aligned,
-    power_of_two_scale,
-    rows_contiguous,
-    split_program_id,
-)
+from sympow.kernels.common import power_of_two_scale, split_program_id
+from sympow.kernels.launch import ceil_div, empty_aligned, launch, rows_contiguous
 from sympow.kernels.pair_gates.decays import BLOCK, LARGEST_TILE, TILE, log_roots
 
 
@@ -147,7 +142,8 @@ def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int, *, war
     near = empty_aligned(q, *q.shape)
     q, k = rows_contiguous(q), rows_contiguous(k)
     tiles = padded // TILE
-    neighbour_scores_kernel[(tiles * batch * heads,)](
+    launch(
+        neighbour_scores_kernel, (tiles * batch * heads,),
         q, *q.stride()[:3], k, *k.stride()[:3], log_gamma, scores, near, *near.stride()[:3], length,
         padded, heads, log_gamma.shape[-1], tiles,
         GROUP=heads // k.shape[2], D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=warps, enable_fp_fusion=True,
@@ -177,7 +173,8 @@ def finish_gradients(
     terms = q.new_empty(batch, kv_heads, length, dim // 2, dtype=torch.float32)
     totals = q.new_empty(batch, kv_heads, tiles, dim // 2, dtype=torch.float64)
     q, k = rows_contiguous(q), rows_contiguous(k)
-    finish_gradients_kernel[(tiles * batch * kv_heads,)](
+    launch(
+        finish_gradients_kernel, (tiles * batch * kv_heads,),
         q, *q.stride()[:3], k, *k.stride()[:3], log_gamma, scale, neighbours, query_part, key_part,
         dq, *dq.stride()[:3], dk, *dk.stride()[:3], terms, totals, length, neighbours.shape[-1], kv_heads,
         log_gamma.shape[-1], tiles,

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sympow.kernels.attention.backward import prepare
 from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS, Tiles
-from sympow.kernels.common import Documents, block_dim, sums_to_end
+from sympow.kernels.common import Documents, sums_to_end
 from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
+from sympow.kernels.launch import block_dim
 from sympow.kernels.operator import operator, present
 from sympow.kernels.pair_gates.backward import KeyStates, QueryStates, key_gradient, query_gradient
 from sympow.kernels.pair_gates.decays import (

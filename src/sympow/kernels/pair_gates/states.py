@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.kernels.common import split_program_id
+from sympow.kernels.launch import launch
 from sympow.kernels.pair_gates.decays import TILE, DecayTables
 from sympow.kernels.states.quadratic import ChunkStates, ChunkSums
 
@@ -122,7 +123,8 @@ def scan_pairs(
         assert high_columns == dim
         products = chunks.low.new_empty(batch, heads, state_count, programs, dtype=torch.float32)
         others = (other.low, other.high)
-    scan_pairs_kernel[((programs + dim * dim // block) * batch * heads,)](
+    launch(
+        scan_pairs_kernel, ((programs + dim * dim // block) * batch * heads,),
         (chunks.low, chunks.high, chunks.normalizer), (chunks.low, chunks.high, normalizer), others, products, decays,
         value_dim, state_count, decays.shape[2], high_columns,
         D=dim, REVERSE=chunks.reverse, MULTIPLIED=other is not None, BLOCK=block, num_warps=4, enable_fp_fusion=True,

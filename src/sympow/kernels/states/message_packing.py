@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import flat_grid, split_program_id
+from sympow.kernels.common import split_program_id
+from sympow.kernels.launch import flat_grid, launch
 from sympow.kernels.states.quadratic import FullState
 
 ROOT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -115,7 +116,8 @@ def pack(state: FullState, decay: Tensor | float | None = None) -> Tensor:
     batch, heads, dim, value_dim, _ = state.kv.shape
     sums = decay if isinstance(decay, Tensor) else None
     message = state.kv.new_empty(message_size(batch, heads, dim, value_dim, decay is not None))
-    pack_kernel[flat_grid(dim, batch * heads)](
+    launch(
+        pack_kernel, flat_grid(dim, batch * heads),
         state.kv.contiguous(), state.normalizer.contiguous(), sums, message, 0 if sums is None else sums.shape[-1],
         DECAYS=decay is not None, CLOSED=sums is None and decay == -math.inf, D=dim, E=value_dim, num_warps=4,
         enable_fp_fusion=True,
@@ -153,7 +155,8 @@ def unpack(
     batch, heads, dim, value_dim = shape
     kv = messages.new_empty(batch, heads, dim, value_dim, dim)
     normalizer = messages.new_empty(batch, heads, dim, dim)
-    unpack_kernel[flat_grid(dim, batch * heads)](
+    launch(
+        unpack_kernel, flat_grid(dim, batch * heads),
         messages, kv, normalizer, nearest, count, messages.shape[1],
         DECAYS=decays, REVERSE=reverse, D=dim, E=value_dim, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -34,18 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    blocks_of,
-    ceil_div,
-    divide_steps,
-    dot_precision,
-    flat_grid,
-    head_major,
-    split_program_id,
-    wait_for_mma,
-)
+from sympow.kernels.common import divide_steps, dot_precision, split_program_id, wait_for_mma
 from sympow.kernels.device_limits import limits_of, register_limit
 from sympow.kernels.float16_range import GRADIENT_FACTOR, KEY_LENGTH, VALUE_FACTOR, StateScales
+from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, head_major, launch
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
@@ -290,7 +282,9 @@ def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
     batch, heads, state_count, half, value_dim, _ = low.shape
     count, _, _, first_state, _ = where
     rows = min(value_dim, max(1, MIRROR_SIZE // half**2))
-    mirror_kernel[flat_grid(value_dim // rows, count, batch * heads)](
+    launch(
+        mirror_kernel,
+        flat_grid(value_dim // rows, count, batch * heads),
         low,
         high,
         count,
@@ -407,7 +401,8 @@ def _scan(
     block = min(1024, *sizes)
     programs = sum(sizes) // block
     products = None if others[0] is None else xs[0].new_empty(batch, heads, state_count, programs, dtype=torch.float32)
-    scan_kernel[flat_grid(programs, batch * heads)](
+    launch(
+        scan_kernel, flat_grid(programs, batch * heads),
         xs, outs, starts, ends, others, products, chunks.sums, chunks.scales and chunks.scales.tensor,
         other_scales and other_scales.tensor, chunks.length, state_count, chunks.first, chunks.chunk, sizes,
         _head_strides(starts), _head_strides(ends), programs,
@@ -512,7 +507,8 @@ def chunk_sums(
     if scales is not None:
         half = {"HALF": True, "SCALES": scales.columns, "TOKEN_SCALE": scales.token}
     if count:
-        fold_kernel[flat_grid(count, batch * kv_heads)](
+        launch(
+            fold_kernel, flat_grid(count, batch * kv_heads),
             head_major(x, (TILE_TOKENS, dim)), sums, factor, token_factor, past, scales and scales.tensor, transposed,
             normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
@@ -529,7 +525,8 @@ def chunk_sums(
                 continue
             together = entries * dim // columns  # as many as fit in registers
             groups = out.shape[3] // together
-            update_kernel[flat_grid(groups, count, batch * kv_heads)](
+            launch(
+                update_kernel, flat_grid(groups, count, batch * kv_heads),
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
                 blocks_of(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
                 all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,

@@ -15,15 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    blocks_of,
-    ceil_div,
-    divide_steps,
-    dot_precision,
-    flat_grid,
-    split_program_id,
-    wait_for_mma,
-)
+from sympow.kernels.common import divide_steps, dot_precision, split_program_id, wait_for_mma
+from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, launch
 from sympow.kernels.states.quartic_features import COLUMNS, PairFeatures, StateLayout, update_tiles
 
 SCAN_BLOCK = 2048
@@ -136,7 +129,8 @@ def chunk_states(
     width = layout.pairs * value_dim
     states = y.new_empty(batch * kv_heads * state_count, layout.rows, width)
     first_tile, column, block = update_tiles(layout.dim, layout.pairs, columns, y.device)
-    update_kernel[flat_grid(column.shape[0], state_count, batch * kv_heads)](
+    launch(
+        update_kernel, flat_grid(column.shape[0], state_count, batch * kv_heads),
         blocks_of(x.inner.flatten(0, 1), [1, tokens, columns]),
         blocks_of(x.outer.flatten(0, 1), [1, layout.pairs, tokens]),
         blocks_of(y.flatten(0, 1), [1, value_dim, tokens]),
@@ -145,7 +139,8 @@ def chunk_states(
         PRECISION=dot_precision(y.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     size = layout.rows * width
-    scan_kernel[flat_grid(size // SCAN_BLOCK, batch * kv_heads)](
+    launch(
+        scan_kernel, flat_grid(size // SCAN_BLOCK, batch * kv_heads),
         states, layout.weights, sums, 0 if sums is None else sums.shape[-1], state_count, chunk, size,
         E=value_dim, GATED=sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -165,7 +160,8 @@ def overlap(past: Tensor, future: Tensor, state_count: int, layout: StateLayout)
     blocks = rows * width // SCAN_BLOCK
     splits = min(OVERLAP_SPLITS, blocks)
     out = past.new_empty(states // state_count * (state_count - 1), splits, dtype=torch.float32)
-    overlap_kernel[(out.shape[0], splits)](
+    launch(
+        overlap_kernel, (out.shape[0], splits),
         past, future, layout.weights, out, rows * width, blocks, state_count, E=width // layout.pairs, BLOCK=SCAN_BLOCK,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

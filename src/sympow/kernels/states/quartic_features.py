@@ -22,13 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    ceil_div,
-    dot_precision,
-    flat_grid,
-    split_program_id,
-)
+from sympow.kernels.common import dot_precision, split_program_id
 from sympow.kernels.device_limits import KIB, Footprint, Limits, first_fitting
+from sympow.kernels.launch import ceil_div, flat_grid, launch
 
 # Inner columns per tile. With 64, heads of 32 would take 18 % more products, heads of 16 half as many again.
 COLUMNS = 32
@@ -354,7 +350,8 @@ def pair_features(
     padded = ceil_div(length, ROWS) * ROWS
     inner = x.new_empty(batch, heads, padded, lists.inner.shape[1])
     outer = x.new_empty(batch, heads, lists.outer.shape[1], padded)
-    features_kernel[flat_grid(padded // FEATURE_TOKENS, batch * heads)](
+    launch(
+        features_kernel, flat_grid(padded // FEATURE_TOKENS, batch * heads),
         x, sums, lists.inner, lists.outer, inner, outer, *x.stride()[:3],
         length, padded, 0 if sums is None else sums.shape[-1], first_token, heads, chunk,
         GROUP=heads // kv_heads, D=dim, INNER=inner.shape[-1], OUTER=outer.shape[2], GATED=sums is not None,
@@ -379,7 +376,8 @@ def pull_back(
     batch, length, heads, dim = x.shape
     padded = gradient.inner.shape[-1]
     assert terms.stride(-1) == 1 and dx.stride(-1) == 1
-    pull_back_kernel[flat_grid(padded // FEATURE_TOKENS, batch * heads)](
+    launch(
+        pull_back_kernel, flat_grid(padded // FEATURE_TOKENS, batch * heads),
         x, sums, lists.inner_column, lists.outer_column, gradient.inner, gradient.outer, dx, terms,
         *x.stride()[:3], *dx.stride()[:3], *terms.stride()[:2],
         length, padded, 0 if sums is None else sums.shape[-1], first_token, heads, chunk,

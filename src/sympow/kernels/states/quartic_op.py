@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.errors import ArgumentError
-from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
+from sympow.kernels.common import EPSILON, STATE_EPSILON
 from sympow.kernels.device_limits import limits_of
+from sympow.kernels.launch import rows_contiguous
 from sympow.kernels.operator import operator
 from sympow.kernels.running_sums import gate_sums
 from sympow.kernels.states.quartic import chunk_states, overlap

@@ -13,15 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import (
-    blocks_of,
-    ceil_div,
-    dot_precision,
-    flat_grid,
-    split_program_id,
-    wait_for_mma,
-)
+from sympow.kernels.common import dot_precision, split_program_id, wait_for_mma
 from sympow.kernels.device_limits import register_limit
+from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, launch
 from sympow.kernels.states.quartic_features import COLUMNS, ROWS, PairFeatures, StateLayout
 
 
@@ -171,7 +165,8 @@ def query_states(
     batch, heads, padded, _ = x.inner.shape
     value_dim = states.shape[-1] // layout.pairs
     by_feature = states.view(states.shape[0], -1, value_dim)
-    query_kernel[flat_grid(padded // ROWS, batch * heads)](
+    launch(
+        query_kernel, flat_grid(padded // ROWS, batch * heads),
         blocks_of(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
         blocks_of(by_feature, [1, COLUMNS * layout.pairs, value_dim]),
         x.outer, result, layout.tile_column, layout.tile_block, *result.stride()[:3],
@@ -209,7 +204,8 @@ def outer_gradient(
     assert given is not None
     length = given.shape[1]
     empty = (0, 0, 0)
-    outer_gradient_kernel[flat_grid(padded // ROWS, batch * heads)](
+    launch(
+        outer_gradient_kernel, flat_grid(padded // ROWS, batch * heads),
         blocks_of(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
         blocks_of(states, [1, COLUMNS, width]), x.outer, g, result, d_outer, layout.tile_column,
         *(empty if g is None else g.stride()[:3]), *(empty if result is None else result.stride()[:3]),
@@ -240,7 +236,8 @@ def inner_gradient(
     length = g.shape[1]
     width = states.shape[-1]
     d_inner = x.inner.new_empty(batch, heads, inner_columns, padded)
-    inner_gradient_kernel[flat_grid(inner_columns // COLUMNS, padded // ROWS, batch * heads)](
+    launch(
+        inner_gradient_kernel, flat_grid(inner_columns // COLUMNS, padded // ROWS, batch * heads),
         x.outer, g, g_one,
         blocks_of(states, [1, COLUMNS, width]),
         blocks_of(normalizer, [1, COLUMNS, normalizer_layout.pairs]), d_inner,

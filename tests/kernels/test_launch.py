@@ -1,0 +1,64 @@
+"""Launches find the kernel that Triton would compile for them, and descriptors are those that Triton makes."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sympow.kernels.launch import _kinds, blocks_of, ceil_div
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+def kernel(x, size: tl.constexpr):
+    pass
+
+
+def test_arguments_of_one_kind_are_of_one_kind_to_triton():
+    """And the other way round where it counts: a kind that is finer than Triton's only costs a second entry."""
+    jit = JITFunction(kernel)
+    bind = create_function_from_signature(jit.signature, jit.params, make_backend(GPUTarget("cuda", 90, 32)))
+    memory = torch.zeros(64)
+    tensors = [memory, memory[1:], memory[4:], memory.bfloat16(), memory.bfloat16()[1:], memory.double(), memory.int()]
+    numbers = [0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**63, 2**63 + 16, -1, -16, -(2**31) - 1]
+    described = [blocks_of(x.view(8, 8), [4, 8]) for x in (memory, memory.bfloat16())]
+    pairs = [Pair(memory, None), Pair(memory[1:], None), Pair(memory, memory), Pair(memory, memory.int())]
+    values = [*tensors, *numbers, *described, *pairs, None, True, False, 0.5, 1.0, (memory, 16), (memory, 3)]
+    kinds = {}
+    for value in values:
+        _, specialization, _ = bind(value, size=1)
+        kinds.setdefault(_kinds((value,)), []).append(str(specialization[0]))
+    assert all(len(set(found)) == 1 for found in kinds.values())
+    assert 20 < len(kinds) < len(values)
+
+
+def test_a_descriptor_is_that_of_triton():
+    x = torch.zeros(4, 6, 2, 32).transpose(1, 2)
+    for _ in range(2):
+        found, expected = blocks_of(x, [1, 1, 4, 32]), TensorDescriptor.from_tensor(x, [1, 1, 4, 32])
+        assert type(found) is TensorDescriptor
+        for name in ("shape", "strides", "block_shape", "padding"):
+            assert list(getattr(found, name)) == list(getattr(expected, name)), name
+        assert found.base is x
+
+
+def test_a_block_that_triton_does_not_support_is_refused():
+    with pytest.raises((ValueError, AssertionError)):
+        blocks_of(torch.zeros(8, 8), [3, 8])
+
+
+def test_quotients_are_rounded_up():
+    for size, part in itertools.product(range(20), range(1, 7)):
+        assert ceil_div(size, part) == len(range(0, size, part))
