@@ -118,8 +118,8 @@ def feature_decay(log_root: Tensor, power: int, dtype: torch.dtype) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context that disables autocast; it does nothing on the meta device, which has no autocast."""
-    if device.type == "meta":
+    """A context that disables autocast; it does nothing where autocast is not enabled, as on the meta device."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device_type=device.type, enabled=False)
 

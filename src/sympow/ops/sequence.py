@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -68,8 +68,8 @@ class Sequence:
 
     @property
     def needs_grad(self) -> bool:
-        members = (getattr(self, field.name) for field in fields(self))
-        return torch.is_grad_enabled() and any(isinstance(m, Tensor) and m.requires_grad for m in members)
+        tensors = (self.q, self.k, self.v, self.log_gamma, self.beta, self.theta)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     def __getitem__(self, time: slice) -> Sequence:
         return Sequence(
