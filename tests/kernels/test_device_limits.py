@@ -69,9 +69,10 @@ def portable_kernels():
             continue
         module = importlib.import_module(info.name)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text("utf-8"))):
-            name = getattr(getattr(getattr(node, "func", None), "value", None), "id", "")
-            if isinstance(getattr(module, name, None), KernelInterface):
-                found.add((module, name))
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "launch":
+                name = getattr(node.args[0], "id", "")
+                if isinstance(getattr(module, name, None), KernelInterface):
+                    found.add((module, name))
     return found
 
 

@@ -131,7 +131,7 @@ def test_what_is_not_served_says_so(change, message):
     q, k, v, log_gamma = make_inputs(9, "none")
     arguments = {"q": q, "k": k, "v": v, "log_gamma": log_gamma, "power": 4, "chunk": 128} | change
     with pytest.raises(ValueError, match=message):
-        past_attention(**arguments)
+        past_attention(*arguments.values())
 
 
 GPU_CASES = [
