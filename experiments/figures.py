@@ -27,16 +27,13 @@ from sympow.report.plotting import (
     DASHES,
     MARKERS,
     Style,
-    add_legend,
     assign_styles,
+    finish,
     make_panels,
     mark_training_context,
     plain_numbers,
-    pyplot,
-    save_figure,
     set_context_ticks,
     set_title,
-    tidy,
 )
 from sympow.report.plotting import VARIANTS as STYLES
 from sympow.report.run_collection import Run, collection_of
@@ -162,12 +159,9 @@ def plot_accuracy_by_position(results: Sequence[StoredResult], path: Path) -> No
         axes.set(ylim=(0, 1.02))
         set_context_ticks(axes, [length for row in of_task for length in best_accuracies(row)])
         set_title(axes, task)
-        tidy(axes)
     for axes in panels[::COLUMNS]:
         axes.set_ylabel("accuracy")
-    add_legend(figure, panels)
-    save_figure(figure, path)
-    pyplot().close(figure)
+    finish(figure, panels, path)
 
 
 def recall_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -231,10 +225,7 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.xaxis.set_major_locator(require("matplotlib.ticker", "report").LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(plain_numbers())
     axes.minorticks_off()
-    tidy(axes)
-    add_legend(figure, [axes])
-    save_figure(figure, path)
-    pyplot().close(figure)
+    finish(figure, [axes], path)
 
 
 def recall_styles(kinds: Collection[tuple[str, str]]) -> dict[tuple[str, str], Style]:

@@ -16,16 +16,13 @@ from sympow.files import write_atomically
 from sympow.report.plotting import (
     VARIANTS,
     Style,
-    add_legend,
     assign_styles,
+    finish,
     make_panels,
     mark_training_context,
-    pyplot,
-    save_figure,
     set_context_ticks,
     set_powers_of_two,
     set_title,
-    tidy,
 )
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import METRICS_FILE
@@ -158,7 +155,7 @@ def draw_by_position(evaluations: Mapping[str, ModelLosses], path: Path) -> None
     set_powers_of_two(axes)
     axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)")
     set_title(axes, "Held-out loss by position")
-    _finish(figure, [axes], path)
+    finish(figure, [axes], path)
 
 
 def draw_by_context(evaluations: Mapping[str, ModelLosses], path: Path) -> None:
@@ -173,7 +170,7 @@ def draw_by_context(evaluations: Mapping[str, ModelLosses], path: Path) -> None:
     axes.set(xlabel="context (tokens)", ylabel="loss (nats per token)")
     set_context_ticks(axes, contexts)
     set_title(axes, "Mean held-out loss by context")
-    _finish(figure, [axes], path)
+    finish(figure, [axes], path)
 
 
 def draw_training(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]], path: Path) -> None:
@@ -188,18 +185,7 @@ def draw_training(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]], pa
                 axes.plot(*zip(*points, strict=True), label=describe(name), **styles[describe(name)].for_matplotlib)
         axes.set(xlabel="step", yscale="log" if kind != "extend" else "linear")
         set_title(axes, LOSSES[kind])
-        tidy(axes)
-    add_legend(figure, panels)
-    save_figure(figure, path)
-    pyplot().close(figure)
-
-
-def _finish(figure: Any, panels: list[Any], path: Path) -> None:
-    for axes in panels:
-        tidy(axes)
-    add_legend(figure, panels)
-    save_figure(figure, path)
-    pyplot().close(figure)
+    finish(figure, panels, path)
 
 
 def _styles(evaluations: Mapping[str, ModelLosses]) -> dict[str, Style]:

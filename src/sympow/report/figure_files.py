@@ -15,18 +15,15 @@ from sympow.evaluate.evaluation_file import averages_over_ranges
 from sympow.extras import require
 from sympow.report.plotting import (
     Style,
-    add_legend,
     assign_styles,
     drawn_contexts,
+    finish,
     make_panels,
     mark_training_context,
     method_styles,
-    pyplot,
-    save_figure,
     set_context_ticks,
     set_powers_of_two,
     set_title,
-    tidy,
 )
 
 # A model has one color in both panels; the marker tells the probe and its number of pairs.
@@ -55,11 +52,8 @@ def plot_loss_by_position(
         set_powers_of_two(axes)
         axes.set_xlabel(f"position ({unit}s)")
         set_title(axes, title)
-        tidy(axes)
     axes_of_panels[0].set_ylabel(f"loss (nats per {unit})")
-    add_legend(figure, axes_of_panels)
-    save_figure(figure, path)
-    pyplot().close(figure)
+    finish(figure, axes_of_panels, path)
 
 
 def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:
@@ -85,10 +79,7 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(ticker.NullLocator())
-    tidy(axes)
-    add_legend(figure, [axes])
-    save_figure(figure, path)
-    pyplot().close(figure)
+    finish(figure, [axes], path)
 
 
 def plot_bench_rows(rows: Sequence[Row], setting: Setting, path: Path) -> None:
@@ -123,10 +114,9 @@ def plot_loss_by_context(
         axes.plot(list(shown), list(shown.values()), label=name, **styles[name].with_marker)
     if trained_at is not None:
         mark_training_context(axes, trained_at)
-    _finish(axes, xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
-    add_legend(figure, [axes])
-    save_figure(figure, path)
-    pyplot().close(figure)
+    set_powers_of_two(axes)
+    axes.set(xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
+    finish(figure, [axes], path)
 
 
 def plot_probes(
@@ -150,10 +140,9 @@ def plot_probes(
             _draw_recall(axes, recall, styles)
         else:
             _draw_passkey(axes, passkey, styles)
+        set_powers_of_two(axes)
         axes.set_xlabel(f"distance ({unit}s)")
-    add_legend(figure, panels)
-    save_figure(figure, path)
-    pyplot().close(figure)
+    finish(figure, panels, path)
 
 
 def _draw_recall(axes: Any, recall: Mapping[str, Sequence[RecallPoint]], styles: Mapping[str, Style]) -> None:
@@ -163,8 +152,7 @@ def _draw_recall(axes: Any, recall: Mapping[str, Sequence[RecallPoint]], styles:
             centres = [(point.nearest * point.farthest) ** 0.5 for point in here]
             look = {**styles[name].with_marker, "marker": PAIR_MARKERS[number % len(PAIR_MARKERS)]}
             axes.plot(centres, [point.accuracy for point in here], label=f"{name}, {pairs} pairs", **look)
-    axes.set_ylim(-0.02, 1.02)
-    _finish(axes, ylabel="accuracy")
+    axes.set(ylim=(-0.02, 1.02), ylabel="accuracy")
     set_title(axes, "associative recall")
 
 
@@ -174,11 +162,5 @@ def _draw_passkey(axes: Any, passkey: Mapping[str, Sequence[PasskeyPoint]], styl
         look = {**styles[name].with_marker, "marker": PASSKEY_MARKER}
         axes.plot([point.distance for point in points], gained, label=f"{name}, passkey", **look)
     axes.axhline(0, color="#888888", linewidth=0.8)
-    _finish(axes, ylabel="loss reduction (nats per key)")
+    axes.set_ylabel("loss reduction (nats per key)")
     set_title(axes, "passkey")
-
-
-def _finish(axes: Any, **labels: str) -> None:
-    set_powers_of_two(axes)
-    axes.set(**labels)
-    tidy(axes)

@@ -255,6 +255,19 @@ def tidy(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
+    """Tidies the panels, adds their legend, writes the file and closes the figure.
+
+    Args:
+        path: PNG or SVG file to write; its folder is created.
+    """
+    for axes in panels:
+        tidy(axes)
+    add_legend(figure, panels)
+    save_figure(figure, path)
+    pyplot().close(figure)
+
+
 def save_figure(figure: Any, path: Path, metadata: dict[str, Any] | None = None) -> None:
     """Writes a PNG or an SVG, by the path's suffix, and creates its folder. The figure stays open."""
     path.parent.mkdir(parents=True, exist_ok=True)
