@@ -16,8 +16,8 @@ from sympow.cli.app import app
 from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
+from sympow.evaluate import document_sequences
 from sympow.evaluate.evaluation_file import contexts_up_to
-from sympow.evaluate.model_evaluation import held_out_documents
 from sympow.model.storage import load_model, save_model
 
 LENGTH = 48
@@ -344,7 +344,7 @@ def test_models_are_compared_on_the_same_documents(runs, tmp_path):
 def test_the_losses_are_those_of_the_model(runs, tmp_path):
     evaluate(runs / "first" / "model", "--length", LENGTH, "--documents", 1, "--out", tmp_path, "--device", "cpu")
     found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]["mean"]
-    ((inputs, targets),) = held_out_documents("stdlib", LENGTH, 1)
+    ((inputs, targets),) = document_sequences(open_dataset("stdlib", "heldout"), LENGTH, 1)
     logits, _ = load_model(runs / "first" / "model")(inputs)
     expected = cross_entropy(logits[0], targets[0], reduction="none").detach()
     assert_close(found, expected, 2e-5, "losses")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sympow.checks import check_at_least, check_choice
@@ -174,11 +173,6 @@ def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
     return next(iter(found))
 
 
-def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of held-out documents, (1, length) each: `sympow.evaluate.document_sequences`."""
-    return document_sequences(open_dataset(data, "heldout"), length, documents)
-
-
 def check_probes(setting: EvaluationSetting) -> EvaluationSetting:
     """Checks what the probes need of the held-out documents, before a model is evaluated or trained.
 
@@ -246,11 +240,10 @@ def evaluate_model(
     first = group is None or group.rank() == 0
     model = load_model(checkpoint, setting.device) if model is None else model
     heldout = open_dataset(setting.data, "heldout")
-    vocab_size = heldout.vocab_size
-    if vocab_size > model.config.vocab_size:
+    if heldout.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
-            f"{checkpoint}: prepare it with the model's tokenizer"
+            f"{setting.data} has a vocabulary of {heldout.vocab_size:,} tokens, more than the "
+            f"{model.config.vocab_size:,} of {checkpoint}: prepare it with the model's tokenizer"
         )
     if "passkey" in setting.probes and tokenizer is not None:
         check_has_ids(model, tokenizer)
@@ -258,7 +251,7 @@ def evaluate_model(
     with _Progress(checkpoint, sequences) if first else nullcontext() as progress:
         losses = loss_by_position(
             model,
-            held_out_documents(setting.data, setting.length, setting.documents),
+            document_sequences(heldout, setting.length, setting.documents),
             segment_size=setting.segment_size,
             dtype=setting.dtype,
             report=None if progress is None else progress.update,
@@ -266,7 +259,7 @@ def evaluate_model(
         )
         if progress is not None and setting.probes:
             progress.say(f"probing {' and '.join(setting.probes)}")
-        recall, passkey = run_probes(model, tokenizer, setting) if first else ([], [])
+        recall, passkey = _run_probes(model, tokenizer, heldout, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
     context = None if trained_on is None else trained_on.context
     return ModelEvaluation(losses, context, recall, passkey, token_unit(checkpoint))
@@ -315,23 +308,15 @@ class _Progress:
             print(f"{self._name}: {what}", file=sys.stderr, flush=True)
 
 
-def run_probes(
-    model: GPT, tokenizer: Tokenizer | None, setting: EvaluationSetting
+def _run_probes(
+    model: GPT, tokenizer: Tokenizer | None, heldout: TokenDataset, setting: EvaluationSetting
 ) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
-    """Runs the probes of a setting on held-out documents.
-
-    Args:
-        tokenizer: the model's tokenizer, which only the probe "passkey" needs.
-        setting: as `check_probes` returned it.
-    """
     how: dict[str, Any] = {"segment_size": setting.segment_size, "dtype": setting.dtype}
     recall: list[RecallPoint] = []
     passkey: list[PasskeyPoint] = []
-    if setting.probes:
-        heldout = open_dataset(setting.data, "heldout")
-        if "recall" in setting.probes:
-            recall = associative_recall(model, _vocabulary(setting.data, heldout), pairs=setting.pairs, **how)
-        if "passkey" in setting.probes:
-            assert tokenizer is not None
-            passkey = passkey_retrieval(model, tokenizer, heldout, distances=setting.distances, **how)
+    if "recall" in setting.probes:
+        recall = associative_recall(model, _vocabulary(setting.data, heldout), pairs=setting.pairs, **how)
+    if "passkey" in setting.probes:
+        assert tokenizer is not None
+        passkey = passkey_retrieval(model, tokenizer, heldout, distances=setting.distances, **how)
     return recall, passkey

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,11 +88,7 @@ def seconds_at(run: Run, steps: Sequence[int]) -> list[float] | None:
 def median_speed(run: Run) -> float | None:
     """Median tokens per second without the first logged value, which includes start-up; None if there are none."""
     rates = [line["tokens_per_second"] for line in run.metrics if line.get("tokens_per_second")]
-    rates = sorted(rates[1:] or rates)
-    if not rates:
-        return None
-    middle = len(rates) // 2
-    return rates[middle] if len(rates) % 2 else (rates[middle - 1] + rates[middle]) / 2
+    return statistics.median(rates[1:] or rates) if rates else None
 
 
 def by_layer(run: Run) -> dict[str, tuple[list[int], list[list[float | None]]]]:

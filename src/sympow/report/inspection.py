@@ -16,7 +16,7 @@ from torch import Tensor
 from sympow.checks import check_at_least
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer, beginning_of
 from sympow.errors import UserError
-from sympow.evaluate.head_statistics import LayerCapture, capture
+from sympow.evaluate.head_statistics import LayerCapture, capture, half_life
 from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.gpt import SEGMENT_SIZE
@@ -155,7 +155,7 @@ def inspection_data(inspection: Inspection) -> dict[str, Any]:
                 "profiles": {
                     "forgetting": None
                     if rate is None
-                    else [[_half_life(x) for x in row] for row in _averages(rate, size)],
+                    else [[rounded(half_life(-x)) for x in row] for row in _averages(rate, size)],
                     "rotation": None if beta is None else [list(map(rounded, row)) for row in _averages(beta, size)],
                 },
             }
@@ -208,7 +208,7 @@ def _overview(
     heads = [str(n) for n in range(max(len(x) for x in (*rates, *betas) if x is not None))]
     if any(rate is not None for rate in rates):
         name = f"median half-life ({unit}s)"
-        values = of_heads(lambda rate: _half_life(rate.median().item()), rates)
+        values = of_heads(lambda rate: rounded(half_life(-rate.median().item())), rates)
         axis: dict[str, Any] = {"type": "log", "autorange": "reversed", "nticks": 5}
         life = "half-life" if size == 1 else "half-life of the mean decay"
         found["forgetting"] = {
@@ -234,11 +234,6 @@ def _overview(
 def _averages(x: Tensor, size: int) -> list[list[float]]:
     """Means over so many tokens, the last over what is left; without the boundary before the text."""
     return [[part.mean().item() for part in of_head[1:].split(size)] for of_head in x]
-
-
-def _half_life(rate: float) -> float | None:
-    """Tokens in which half is forgotten; None: nothing is."""
-    return None if rate == 0 else rounded(math.log(2) / rate)
 
 
 def _ends(rates: Tensor) -> tuple[float, float]:
