@@ -29,6 +29,7 @@ from experiments.runner import is_alone, train_all
 from experiments.store import Store
 from experiments.sweep import Sweep
 from experiments.text_run import PlannedRun, differences
+from sympow.errors import UserError
 from sympow.invocation import first_process
 
 EXPERIMENTS: dict[str, Callable[[Scale], Sequence[PlannedRun] | Sequence[Sweep]]] = {
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         store = Store(results)
         known = works(store)
         left = [work for work in known if store.find(given.name, work) is None]
-    except (ValueError, TypeError) as error:
+    except UserError as error:
         # Of a setting, or of results that are there.
         parser.error(str(error))
     if not known:
@@ -127,13 +128,13 @@ def works_of(name: str, scale: Scale, store: Store) -> list[PlannedRun | Sweep]:
     """The runs or sweeps of an experiment that can be told from the results so far, each once.
 
     Raises:
-        ValueError: two of one name differ, or the scale has no sweeps, or a setting of `scale.changes` does not apply.
+        UserError: two of one name differ, or the scale has no sweeps, or a setting of `scale.changes` does not apply.
     """
     works: dict[str, PlannedRun | Sweep] = {}
     for work in EXPERIMENTS[name](replace(scale, finished=store.rows())):
         if isinstance(work, Sweep):
             if scale.processes > 1:
-                raise ValueError(f"--scale must be cpu or small for {name}, got {scale.name}")
+                raise UserError(f"--scale must be cpu or small for {name}, got {scale.name}")
             work = work.changed(scale.changes)
         first = works.setdefault(work.name, work)
         if isinstance(work, PlannedRun) and isinstance(first, PlannedRun):
@@ -141,7 +142,7 @@ def works_of(name: str, scale: Scale, store: Store) -> list[PlannedRun | Sweep]:
         else:
             same = first is work
         if not same:
-            raise ValueError(f"{name} has two of the name {work.name} that differ: give them different names")
+            raise UserError(f"{name} has two of the name {work.name} that differ: give them different names")
     return list(works.values())
 
 

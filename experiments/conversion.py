@@ -39,6 +39,7 @@ from sympow.convert.report import draw_by_context, draw_by_position, layer_error
 from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan, train_stage
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
+from sympow.errors import UserError
 from sympow.files import write_atomically
 from sympow.parsing import read_json
 from sympow.train.heartbeat import Heartbeat
@@ -397,7 +398,7 @@ def read_change(change: str) -> tuple[str, Any]:
         value = text
     try:
         ConvertConfig().changed(**{name: value})
-    except (TypeError, ValueError) as error:
+    except UserError as error:
         raise SystemExit(f"--change takes settings as in distill_rate=6e-4; got {change!r} ({error})") from error
     return name, value
 

@@ -17,6 +17,7 @@ from experiments.recall import TASK as RECALL
 from experiments.recall import best_recall
 from experiments.state_tracking import best_accuracies
 from experiments.store import StoredResult, read_table
+from sympow.errors import UserError
 from sympow.evaluate.evaluation_file import Evaluation
 from sympow.evaluate.head_statistics import HeadTable
 from sympow.extras import require
@@ -60,7 +61,7 @@ def draw(experiments: Sequence[str], results: Path, out: Path) -> list[Path]:
     """
     tables = {name: list(read_table(results, name).values()) for name in experiments}
     if missing := [name for name, found in tables.items() if not found]:
-        raise ValueError(f"{results} has no results of {', '.join(missing)}")
+        raise UserError(f"{results} has no results of {', '.join(missing)}")
     found = tables[experiments[0]]
     if not any("task" in results_of[0].row for results_of in tables.values()):
         runs = {result.name: report_run(result) for results_of in tables.values() for result in results_of}
@@ -68,9 +69,7 @@ def draw(experiments: Sequence[str], results: Path, out: Path) -> list[Path]:
         without = [f"{run.name} has no logged step and is omitted." for run in ordered if not run.metrics]
         return write_report(collection_of([run for run in ordered if run.metrics], without), out, heads=False)
     if len(experiments) > 1:
-        raise ValueError(
-            f"an experiment of sweeps has a figure of its own: name it alone, got {', '.join(experiments)}"
-        )
+        raise UserError(f"an experiment of sweeps has a figure of its own: name it alone, got {', '.join(experiments)}")
     rows, page = [result.row for result in found], out / f"{experiments[0]}.md"
     if all(row["task"] == RECALL for row in rows):
         lines, figure = recall_table(rows), out / f"{experiments[0]}_by_state_size.png"
@@ -278,7 +277,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         written = draw(given.names, given.results or Path("experiments/results") / given.scale, given.out)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
     print(f"wrote {written[0]} and {len(written) - 1} more in {given.out}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.text_run import EvaluationPlan, PlannedRun, heldout_loss
 from sympow import GPTConfig
+from sympow.errors import UserError
 from sympow.model.config import VARIANTS
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from sympow.train.config import paper
@@ -102,7 +103,7 @@ class Scale:
         words += [title] if title else [f"{key}-{_shown(value)}" for key, value in changes.items()]
         name = "".join(c if c.isalnum() or c in "-_.+" else "-" for c in "_".join([*words, f"s{seed}"]))
         if own := [key for key, value in self.changes.items() if fields.get(key, value) != value]:
-            raise ValueError(f"--set cannot change {', '.join(own)}: the experiment chooses it for {name}")
+            raise UserError(f"--set cannot change {', '.join(own)}: the experiment chooses it for {name}")
         return PlannedRun(
             name,
             variant,

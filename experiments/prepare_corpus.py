@@ -20,6 +20,7 @@ from sympow.data import prepare
 from sympow.data.formats.shards import ShardDataset
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.data.tokenizer import SETTINGS_FILE
+from sympow.errors import UserError
 
 # Small enough that the embedding is a small part of the model; a book still has more than 65,536 tokens.
 VOCAB_SIZE = 4_096
@@ -62,7 +63,7 @@ def unpack_shards(archive: Path, out: Path) -> bool:
     try:
         for split in SPLITS:
             ShardDataset(out, split).verify()
-    except ValueError:
+    except UserError:
         # A folder without its manifest does not count as prepared.
         (out / MANIFEST_FILE).unlink(missing_ok=True)
         raise

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm, pad
 
+from sympow.errors import ArgumentError
 from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
 from sympow.layers.short_conv import ShortConvolution
@@ -128,7 +129,7 @@ class StackedShortConvolution(ShortConvolution):
         self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens is not supported by stacked models with short_conv")
+            raise ArgumentError("cu_seqlens", "is not supported by stacked models with short_conv")
         rows = len(x) // self.members
         # The compiler fuses the operations of the general form and of its gradient by itself.
         if past is None and mask is None and not torch.compiler.is_compiling():
@@ -157,9 +158,9 @@ def stack(models: Sequence[GPT]) -> GPT:
             embeddings and short convolutions.
     """
     if not models:
-        raise ValueError("models must hold at least one model, got none")
+        raise ArgumentError("models", "must hold at least one model, got none")
     if any(model.config != models[0].config for model in models):
-        raise ValueError("models must have the same config")
+        raise ArgumentError("models", "must have the same config")
     stacked = copy.deepcopy(models[0])
     for name, module in models[0].named_modules():
         if type(module) in _STACKED:
@@ -168,7 +169,9 @@ def stack(models: Sequence[GPT]) -> GPT:
     alone = dict(models[0].named_parameters())
     left = [name for name, x in stacked.named_parameters() if x.ndim != alone[name].ndim + 1]
     if left:
-        raise ValueError(f"models cannot be stacked: {left[0]} is not of a linear map, norm, embedding or convolution")
+        raise ArgumentError(
+            "models", f"cannot be stacked: {left[0]} is not of a linear map, norm, embedding or convolution"
+        )
     return stacked
 
 

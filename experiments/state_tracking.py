@@ -21,6 +21,7 @@ from experiments.stacked import StackedTraining, member_of
 from experiments.sweep import EVALUATION, TRAINING, VALIDATION, Sweep, as_stored
 from experiments.tasks import MASKED, TASKS, VOCABULARY, Task
 from sympow import GPT
+from sympow.checks import check_choice
 from sympow.data.loader import prefetch
 from sympow.model.config import VARIANTS
 
@@ -166,8 +167,7 @@ class TrackingSweep(Sweep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lengths not in LENGTHS:
-            raise ValueError(f"lengths must be one of {', '.join(LENGTHS)}; got {self.lengths!r}")
+        check_choice("lengths", self.lengths, LENGTHS)
 
     @property
     def vocabulary(self) -> int:

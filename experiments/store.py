@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from filelock import FileLock
 
+from sympow.errors import UserError
 from sympow.files import write_atomically
 
 TABLE_ENDING = ".jsonl"
@@ -61,7 +62,7 @@ class Store:
         tables: results by experiment, then by name, in the order of the file.
 
     Raises:
-        ValueError: a file is damaged.
+        UserError: a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +74,7 @@ class Store:
         """The results of a run or sweep, from the experiment's table or else another; None: it is not done.
 
         Raises:
-            ValueError: the experiment's table has a result of that name with other settings.
+            UserError: the experiment's table has a result of that name with other settings.
         """
         for name in sorted(self.tables, key=lambda name: name != experiment):
             table = self.tables[name]
@@ -84,7 +85,7 @@ class Store:
             if not different:
                 return found
             if name == experiment:
-                raise ValueError(
+                raise UserError(
                     f"{found[0].name} in {self.folder / name}{TABLE_ENDING} has other settings: "
                     f"{'; '.join(dict.fromkeys(different))}. Choose another folder for results, or remove it there"
                 )
@@ -94,7 +95,7 @@ class Store:
         """The rows of all runs of grids by name.
 
         Raises:
-            ValueError: two tables differ in a run.
+            UserError: two tables differ in a run.
         """
         found: dict[str, tuple[str, StoredResult]] = {}
         for table, results in self.tables.items():
@@ -104,7 +105,7 @@ class Store:
                 first, known = found.setdefault(name, (table, result))
                 # Compared as text: NaN is not equal to itself.
                 if json.dumps([known.row, known.curves]) != json.dumps([result.row, result.curves]):
-                    raise ValueError(
+                    raise UserError(
                         f"{first}{TABLE_ENDING} and {table}{TABLE_ENDING} in {self.folder} have different results of "
                         f"{name}: remove one"
                     )
@@ -124,14 +125,14 @@ def read_table(folder: Path, experiment: str) -> dict[str, StoredResult]:
     """The results of an experiment by name; none if there is no table.
 
     Raises:
-        ValueError: a line is damaged, or a result has no curves.
+        UserError: a line is damaged, or a result has no curves.
     """
     table, curves_file = folder / f"{experiment}{TABLE_ENDING}", folder / f"{experiment}{CURVES_ENDING}"
     if not table.is_file():
         return {}
     rows, curves = _read_lines(table), _read_lines(curves_file)
     if missing := rows.keys() - curves.keys():
-        raise ValueError(f"{table} has {min(missing)}, and {curves_file.name} has no curves of it")
+        raise UserError(f"{table} has {min(missing)}, and {curves_file.name} has no curves of it")
     without_name = {name: {key: x for key, x in line.items() if key != "run"} for name, line in curves.items()}
     return {name: StoredResult(row, without_name[name]) for name, row in rows.items()}
 
@@ -158,5 +159,5 @@ def _read_lines(path: Path) -> dict[str, dict[str, Any]]:
             content = json.loads(line)
             found[content["run"]] = content
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: line {number} is not a result") from error
+            raise UserError(f"{path}: line {number} is not a result") from error
     return found

@@ -20,6 +20,7 @@ from experiments.stacked import StackedTraining, stack
 from experiments.store import StoredResult
 from sympow import GPT, GPTConfig, __version__
 from sympow.check.timing import environment
+from sympow.errors import ArgumentError, UserError
 from sympow.files import replacing
 from sympow.train.signals import StopRequest, stop_on_signals
 
@@ -66,7 +67,7 @@ class Sweep(ABC):
             values = getattr(self, name)
             # A value that is there twice would be stored once.
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must be values that differ, at least one; got {values}")
+                raise ArgumentError(name, f"must be values that differ, at least one; got {values}")
 
     @property
     @abstractmethod
@@ -126,9 +127,9 @@ class Sweep(ABC):
         for name, value in changes.items():
             now = getattr(self, name, None)
             if name == "name" or not isinstance(now, int | float | str):
-                raise ValueError(f"--set cannot change {name} of the sweep {self.name}")
+                raise UserError(f"--set cannot change {name} of the sweep {self.name}")
             if type(value) is not type(now) and not (type(now) is float and type(value) is int):
-                raise ValueError(f"--set {name} must be of type {type(now).__name__}, got {value!r}")
+                raise UserError(f"--set {name} must be of type {type(now).__name__}, got {value!r}")
         return replace(self, **changes)
 
     def folder(self, out: Path, experiment: str) -> Path:
@@ -149,7 +150,7 @@ class Sweep(ABC):
             a result for each task; None: a signal has stopped the training.
 
         Raises:
-            ValueError: the folder has another sweep, or one of another device or version.
+            UserError: the folder has another sweep, or one of another device or version.
         """
         config = GPTConfig(vocab_size=self.vocabulary, **self.model)
         models = {}
@@ -203,7 +204,7 @@ class Sweep(ABC):
         if checkpoint.is_file():
             saved = torch.load(checkpoint, map_location=device, weights_only=True)
             if saved["origin"] != origin:
-                raise ValueError(f"{checkpoint} is of another sweep, device or version: remove it to start anew")
+                raise UserError(f"{checkpoint} is of another sweep, device or version: remove it to start anew")
             training.load_state_dict(saved["training"])
             before, finished = saved["seconds"], saved["finished"]
             say(f"{self.name}: continued at step {training.step:,} of {self.steps:,}")

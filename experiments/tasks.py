@@ -15,6 +15,9 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from sympow.checks import check_at_least
+from sympow.errors import ArgumentError
+
 # Ids: the boundary, up to 63 input symbols, then labels.
 BOUNDARY = 0
 FIRST_SYMBOL = 1
@@ -60,8 +63,7 @@ class Task:
             rows: of the batch.
             length: of a row, the boundary included.
         """
-        if length < self.shortest:
-            raise ValueError(f"length must be at least {self.shortest}, got {length}")
+        check_at_least("length", length, self.shortest)
         # The name keeps tasks that draw alike from drawing the same rows.
         symbols, labels = self.draw(np.random.default_rng([*seed, *self.name.encode()]), rows, length - 1)
         inputs = np.pad(FIRST_SYMBOL + symbols, ((0, 0), (1, 0)), constant_values=BOUNDARY)
@@ -175,9 +177,9 @@ def draw_recall(
         vocabulary: number of ids; id 0 is no key.
     """
     if length % 2 or length < 4 * pairs:
-        raise ValueError(f"length must be even and at least 4 · pairs = {4 * pairs}, got {length}")
+        raise ArgumentError("length", f"must be even and at least 4 · pairs = {4 * pairs}, got {length}")
     if vocabulary % 2 or vocabulary // 2 <= pairs:
-        raise ValueError(f"vocabulary must be even and its half above pairs, {pairs}; got {vocabulary}")
+        raise ArgumentError("vocabulary", f"must be even and its half above pairs, {pairs}; got {vocabulary}")
     choose = np.random.default_rng([*seed, length, pairs])
     half, told = vocabulary // 2, 2 * pairs
     keys = 1 + _distinct(choose, half - 1, rows, pairs)

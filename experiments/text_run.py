@@ -18,6 +18,7 @@ from sympow import GPT, GPTConfig, __version__
 from sympow.check.timing import environment
 from sympow.data import load_tokenizer, open_dataset
 from sympow.data.tokenizer import token_unit
+from sympow.errors import ArgumentError, UserError
 from sympow.evaluate import (
     Vocabulary,
     associative_recall,
@@ -138,7 +139,7 @@ class PlannedRun:
             its result; nothing in all processes of torchrun but the first. None: a signal has stopped the training.
 
         Raises:
-            ValueError: held-out documents do not have what the evaluation needs, or the folder is of another run.
+            UserError: held-out documents do not have what the evaluation needs, or the folder is of another run.
         """
         if first_process():
             self._check_evaluation()
@@ -178,10 +179,10 @@ class PlannedRun:
     def _check_folder(self, folder: Path) -> None:
         begun = folder / CONFIG_FILE
         if begun.is_file() and (different := differences(TrainConfig.read(begun), self.config)):
-            raise ValueError(f"{folder} has a run with other settings: {'; '.join(different)}. Choose another --out")
+            raise UserError(f"{folder} has a run with other settings: {'; '.join(different)}. Choose another --out")
 
     def _check_evaluation(self) -> None:
-        """Raises a ValueError for held-out documents that do not have what is measured on them."""
+        """Raises a UserError for held-out documents that do not have what is measured on them."""
         plan, context = self.evaluation, self.config.data.context
         heldout = open_dataset(self.config.data.data, "heldout")
         longest = int(heldout.lengths.max())
@@ -191,13 +192,13 @@ class PlannedRun:
             needed[f"an evaluation with distances up to {max(plan.distances):,}"] = LEAD + max(plan.distances) + 1
         for what, tokens in needed.items():
             if longest < tokens:
-                raise ValueError(
+                raise UserError(
                     f"{what} needs a held-out document of {tokens:,} tokens; the longest of {heldout.name} has "
                     f"{longest:,}"
                 )
         keys = len(Vocabulary.of_text(heldout).keys) if plan.pairs else 0
         if max(plan.pairs, default=0) > keys:
-            raise ValueError(f"pairs must be at most {keys}, the number of keys; got {max(plan.pairs)}")
+            raise ArgumentError("pairs", f"must be at most {keys}, the number of keys; got {max(plan.pairs)}")
 
     def _describe(self, config: TrainConfig, lines: Sequence[dict[str, float]], device: str) -> dict[str, Any]:
         """The columns of the table that are known after training."""
@@ -261,7 +262,6 @@ class PlannedRun:
             "heldout_loss": round(within.average(), 5),
             **{name: content[name] for name in ("by_context", "recall", "passkey")},
             "evaluation": {**facts, **{name: content[name] for name in ("documents", "unit")}},
-            "evaluation_settings": asdict(plan),
             "evaluate_seconds": round(time.monotonic() - begin, 1),
         }
         return numbers, curves

@@ -77,7 +77,7 @@ def test_settings_of_another_type(changes):
 
 
 def test_an_unknown_setting():
-    with pytest.raises(TypeError, match="no section of a ConvertConfig has a field 'step'"):
+    with pytest.raises(TypeError, match="step is a field of no section of a ConvertConfig"):
         ConvertConfig().changed(step=1)
 
 

@@ -182,7 +182,7 @@ def test_values_that_sweeps_cannot_have_are_named(tmp_path):
     for name, value, message in (
         ("learning_rates", (), "learning_rates must be values that differ, at least one"),
         ("seeds", (1, 1), r"seeds must be values that differ, at least one; got \(1, 1\)"),
-        ("lengths", "short", "lengths must be one of fixed, random, growing; got 'short'"),
+        ("lengths", "short", "lengths must be one of 'fixed', 'random', 'growing'; got 'short'"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(TINY, **{name: value})

@@ -158,7 +158,7 @@ class Sections:
             value = getattr(self, section.name)
             made[section.name] = replace(value, **{name: changes.pop(name) for name in _names(value) & changes.keys()})
         if changes:
-            raise TypeError(f"no section of a {type(self).__name__} has a field {next(iter(changes))!r}")
+            raise ArgumentTypeError(next(iter(changes)), f"is a field of no section of a {type(self).__name__}")
         return type(self)(**made)
 
     def settings(self) -> dict[str, Any]:
