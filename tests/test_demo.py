@@ -46,6 +46,7 @@ def test_the_folder_of_an_earlier_demo_is_replaced(script, tmp_path):
     assert not (out / "data").exists()
 
 
+@pytest.mark.slow
 def test_documentation_is_split_by_module_and_has_no_code(script, tmp_path):
     script.write_texts(tmp_path)
     train, heldout = ({path.name for path in (tmp_path / split).iterdir()} for split in ("train", "heldout"))

@@ -4,6 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from sympow.data import prepare
 from sympow.data.tokenizer import ByteTokenizer
 
 
@@ -53,10 +54,8 @@ def memory_of():
     return MemoryDataset
 
 
-@pytest.fixture
-def corpus(tmp_path):
+def write_corpus(folder):
     """A folder with texts, a table, and a file that is not a document."""
-    folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
     (folder / "a.txt").write_text("first document\n")
     (folder / "more" / "b.txt").write_text("zweites Dokument: größer\n")
@@ -64,3 +63,16 @@ def corpus(tmp_path):
     (folder / "c.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "picture.png").write_bytes(b"\x89PNG no document")
     return folder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A prepared folder that no test changes."""
+    out = tmp_path_factory.mktemp("prepared")
+    prepare([write_corpus(out / "corpus")], out / "out", heldout=0, workers=1)
+    return out / "out"

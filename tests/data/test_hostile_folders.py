@@ -10,7 +10,7 @@ import stat
 import numpy as np
 import pytest
 
-from sympow.data import open_dataset, prepare
+from sympow.data import open_dataset
 from sympow.data.manifest import VERIFIED_FILE
 from sympow.data.tokenizer import load_tokenizer
 from sympow.files import sha256_of, write_atomically
@@ -31,10 +31,10 @@ def no_waiting():
 
 
 @pytest.fixture
-def folder(corpus, tmp_path, monkeypatch):
+def folder(prepared, tmp_path, monkeypatch):
+    """A copy of a prepared folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    prepare([corpus], tmp_path / "out", heldout=0, workers=1)
-    return tmp_path / "out"
+    return shutil.copytree(prepared, tmp_path / "out")
 
 
 def change_manifest(folder, change):
