@@ -252,6 +252,8 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
     Returns:
         a note if the teacher has no tokenizer to compare with.
     """
+    from sympow.hf.model.conversion import ids_before_text
+
     known = output_weight(model).shape[0]
     if dataset.vocab_size > known:
         raise ArgumentError(
@@ -278,8 +280,9 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
             f"document becomes {found[place : place + 4]} from token {place} on, and with the tokenizer of {source} "
             f"{expected[place : place + 4]}. {_advice(source)}",
         )
-    first = _first_token(theirs, text, expected)
-    if first is not None and first != dataset.boundary:
+    # The last of them, such as BOS.
+    first = next(reversed(ids_before_text(theirs)), dataset.boundary)
+    if first != dataset.boundary:
         token = theirs.convert_ids_to_tokens(first)
         raise ArgumentError(
             "data",
@@ -287,13 +290,6 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
             f"{dataset.name} begins them with {dataset.boundary}. {_advice(source)} --boundary-token '{token}'",
         )
     return None
-
-
-def _first_token(tokenizer: Any, text: str, ids: list[int]) -> int | None:
-    """The last token that a tokenizer puts before the ids of a text, such as BOS; None: it puts none."""
-    whole = list(tokenizer(text)["input_ids"])
-    before = next((at for at in range(len(whole)) if whole[at : at + len(ids)] == ids), 0)
-    return whole[before - 1] if before else None
 
 
 def _advice(source: Path | str) -> str:

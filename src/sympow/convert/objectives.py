@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Matching(StageObjective):
         """The mean loss of the layers, each given to `use` while only its own activations are in memory."""
         losses: dict[int, Tensor] = {}
 
-        def match(number: int, attention: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def match(number: int, attention: nn.Module, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             expected = _first(output).detach()
             expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
             with torch.enable_grad():
@@ -101,7 +102,8 @@ class Matching(StageObjective):
 
         with ExitStack() as held:
             for number, (of_teacher, of_student) in self.pairs.items():
-                held.enter_context(_after_forward(of_teacher, _bound(match, number, of_student)))
+                call = partial(match, number, of_student)
+                held.enter_context(of_teacher.register_forward_hook(call, with_kwargs=True))
             held.enter_context(torch.no_grad())
             held.enter_context(_autocast(batch.inputs, self.dtype))
             features(self.teacher, batch.inputs)
@@ -188,16 +190,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cast(one, dtype) for one in value)
     return value
-
-
-def _bound(call: Callable[..., None], number: int, attention: nn.Module) -> Callable[..., None]:
-    return lambda _, args, kwargs, output: call(number, attention, args, kwargs, output)
-
-
-@contextmanager
-def _after_forward(module: nn.Module, call: Callable[..., None]) -> Iterator[None]:
-    handle = module.register_forward_hook(call, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.data.tokenizer import Tokenizer
@@ -17,8 +16,8 @@ from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.conversion import (
     TOKENIZER_CONFIG_FILE,
     TRANSFORMERS_CONFIG_FILE,
-    check_whole,
     from_fast_tokenizer,
+    load_whole,
     to_native,
 )
 from sympow.hf.quiet import quiet
@@ -46,9 +45,10 @@ def load_model(folder: Path, device: torch.device | str, dtype: torch.dtype | No
     """As `sympow.generation.load.load_model`."""
     with quiet():
         if _check_kind(folder) == SWAPPED_TYPE:
-            return _load_swapped(folder, device, dtype)
-        model = to_native(folder)
-        return model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
+            model = load_whole(AutoModelForCausalLM, folder, dtype=dtype or "auto")
+            return SwappedGPT(model.to(device)).eval()
+        native = to_native(folder)
+        return native.to(device=device, dtype=dtype or native.embedding.weight.dtype).eval()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -84,14 +84,3 @@ def _ends(model: SwappedGPT) -> list[int]:
     """The tokens at which `generate` of transformers stops."""
     ends = model.net.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
-
-
-def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
-    try:
-        # Missing tensors, which transformers would initialize at random, are reported rather than ignored.
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, told = load_without_code(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
-    except SafetensorError as error:
-        raise UserError(f"{folder} has weights that cannot be read: {error}") from error
-    check_whole(folder, told)
-    return SwappedGPT(model.to(device)).eval()

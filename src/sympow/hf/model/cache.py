@@ -238,28 +238,14 @@ class SympowCache(Cache):
         Raises:
             ValueError: the tokens came before `activate_past_recording`, or are final.
         """
-        tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ArgumentError(
-                "tokens_to_remove",
-                f"must not be positive: −n removes n tokens; got {tokens_to_remove}. Assisted "
-                "generation calls crop in this way from transformers 5.16 on",
-            )
-        if tokens_to_remove == 0:
+        removed = -int(tokens_to_remove)
+        if removed == 0:
             if self._recording and self.pending is None:
                 self._before, self._recorded = self._state, None
             return
-        available = 0 if self._recorded is None else self._recorded.length
-        if self._recorded is None or -tokens_to_remove > available:
-            raise ArgumentError(
-                "tokens_to_remove",
-                f"is {-tokens_to_remove} tokens, but {available} were recorded: tokens can be removed "
-                "only if activate_past_recording was called before them",
-            )
-        kept = self._recorded.first(available + tokens_to_remove)
+        self.pending = without_last(self._recorded, removed)
         self._state, self._recorded = self._before, None
-        self.pending = kept if kept.length else None
-        self._length += tokens_to_remove
+        self._length -= removed
         if self._length == 0:
             self._batch = -1
 
@@ -298,6 +284,28 @@ class SympowCache(Cache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self._length}, nbytes={self.nbytes})"
+
+
+def without_last(recorded: Segment | None, removed: int) -> Segment | None:
+    """What is left of recorded tokens; None: nothing is.
+
+    Raises:
+        ValueError: fewer were recorded than are to be removed, or a negative number is.
+    """
+    if removed < 0:
+        raise ArgumentError(
+            "tokens_to_remove",
+            f"must not be positive: −n removes n tokens; got {-removed}. Assisted generation calls crop in this way "
+            "from transformers 5.16 on",
+        )
+    available = 0 if recorded is None else recorded.length
+    if recorded is None or removed > available:
+        raise ArgumentError(
+            "tokens_to_remove",
+            f"is {removed} tokens, but {available} were recorded: tokens can be removed from a state only if "
+            "activate_past_recording was called before them",
+        )
+    return recorded.first(available - removed) if removed < available else None
 
 
 def uncompiled(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -74,7 +74,7 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
         raise ArgumentTypeError(
             "source", f"must be a SympowForCausalLM or a folder with one, got {type(source).__name__}"
         )
-    model = source if isinstance(source, SympowForCausalLM) else _load_whole(_existing(source))
+    model = source if isinstance(source, SympowForCausalLM) else load_whole(SympowForCausalLM, _existing(source))
     if not torch.equal(model.lm_head.weight, model.model.embedding.weight):
         raise ArgumentError("source", "must have its lm_head tied to its embedding, as native models do")
     with torch.device("meta"):
@@ -158,13 +158,13 @@ def from_fast_tokenizer(fast: Any, *, own_beginning: bool = False, ends: Iterabl
     # A copy, since JsonTokenizer changes how special tokens are treated.
     model = tokenizers.Tokenizer.from_str(backend.to_str())
     foreign = own_beginning and "sympow_kind" not in fast.init_kwargs
-    beginning = _ids_before_text(fast) if foreign else None
+    beginning = ids_before_text(fast) if foreign else None
     # Data for teachers with a BOS token has that between documents, so that it also ends them.
     ends = {*ends, *(beginning or ())}
     return JsonTokenizer(model, kind, fast.eos_token, name=type(fast).__name__, beginning=beginning, ends=ends)
 
 
-def _ids_before_text(fast: Any) -> list[int]:
+def ids_before_text(fast: Any) -> list[int]:
     """The ids that a tokenizer of transformers puts before those of a text."""
     text = fast("a", add_special_tokens=False)["input_ids"]
     whole: list[int] = fast("a")["input_ids"]
@@ -176,38 +176,28 @@ def _native_tokenizer(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if (folder / SETTINGS_FILE).is_file() else None
 
 
-def _load_whole(folder: Path) -> SympowForCausalLM:
+def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
     """Loads a model whose tensors must be those of its config: transformers would initialize missing ones randomly.
+
+    Args:
+        kind, options: as for `load_without_code`.
 
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape.
     """
     try:
         # Wrong shapes are then reported with the missing and unknown tensors, rather than raised.
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, told = load_without_code(SympowForCausalLM, folder, **options)
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, told = load_without_code(kind, folder, **options)
     except SafetensorError as error:
         raise UserError(f"{folder} has weights that cannot be read: {error}") from error
-    check_whole(folder, told)
-    assert isinstance(model, SympowForCausalLM)
-    return model
-
-
-def check_whole(folder: Path, told: dict[str, Any]) -> None:
-    """Refuses a model whose tensors are not those of its config.
-
-    Args:
-        told: the loading info of `from_pretrained`.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, or of another shape.
-    """
     if missing := sorted(told["missing_keys"]):
         raise UserError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} requires")
     if unknown := sorted(told["unexpected_keys"]):
         raise UserError(f"{folder} has {', '.join(unknown)}, which {TRANSFORMERS_CONFIG_FILE} does not describe")
     if differing := sorted(name for name, *_ in told["mismatched_keys"]):
         raise UserError(f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} requires")
+    return model
 
 
 def _existing(folder: Path | str) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from sympow.errors import ArgumentError
@@ -14,13 +16,11 @@ from sympow.settings import LEARNED_GATES
 def make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> SwappedAttention:
     """The layer `index` of a swapped model, with the submodules of the softmax layer in its place."""
     how = parts.projections
+    modules: dict[str, Any] = {"k": None, "v": None, **parts.modules}
     if record.rotary != "none" and parts.rates is None:
         raise ArgumentError("rotary", f"must be 'none' for a model without a rotary embedding, got {record.rotary!r}")
     return SwappedAttention.from_projections(
-        parts.modules["q"],
-        parts.modules.get("k"),
-        parts.modules.get("v"),
-        parts.modules["o"],
+        **modules,
         width=parts.width,
         heads=how.heads,
         key_value_heads=how.key_value_heads,
@@ -28,9 +28,6 @@ def make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> Swapped
         rates=None if record.rotary == "none" else parts.rates,
         rotary=record.rotary,
         pairs="half",
-        q_norm=parts.modules.get("q_norm"),
-        k_norm=parts.modules.get("k_norm"),
-        out_dropout=parts.modules.get("out_dropout"),
         names=parts.names,
         power=record.power,
         gating=record.gating,

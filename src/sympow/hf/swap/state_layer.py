@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CachePolicy, Room, closed, empty_window
-from sympow.hf.model.cache import Segment, uncompiled
+from sympow.hf.model.cache import Segment, uncompiled, without_last
 from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache
 from sympow.ops.state import State
@@ -192,22 +192,12 @@ class StateLayer(CacheLayerMixin):
             ValueError: the tokens came before `activate_past_recording`, or are final.
         """
         removed = -int(tokens_to_remove)
-        if removed < 0:
-            raise ArgumentError("tokens_to_remove", f"must not be positive: −n removes n tokens; got {-removed}")
         if removed == 0:
             if self.record_past and self.pending is None:
                 self._before, self._recorded = self.past, None
             return
-        available = 0 if self._recorded is None else self._recorded.length
-        if self._recorded is None or removed > available:
-            raise ArgumentError(
-                "tokens_to_remove",
-                f"is {removed} tokens, but {available} were recorded: tokens can be removed from the "
-                "state of a swapped layer only if activate_past_recording was called before them",
-            )
-        kept = self._recorded.first(available - removed)
+        self.pending = without_last(self._recorded, removed)
         self.past, self._recorded = self._before, None
-        self.pending = kept if kept.length else None
         self._length -= removed
 
     def offload(self) -> None:
