@@ -19,12 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from experiments import beyond_the_paper, paper, recall, state_tracking, text_rotation
-from experiments.grid import SCALES, Scale
+from experiments.grid import SCALES, Scale, read_setting
 from experiments.runner import is_alone, train_all
 from experiments.store import Store
 from experiments.sweep import Sweep
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", action="store_true", help="print a shell command for each run or sweep that is left")
     parser.add_argument("--only", action="append", help="names of runs or sweeps, with * as a wildcard; repeatable")
     parser.add_argument(
-        "--set", action="append", default=[], type=_setting, help="NAME=VALUE of every run or sweep; repeatable"
+        "--set", action="append", default=[], type=read_setting, help="NAME=VALUE of every run or sweep; repeatable"
     )
     parser.add_argument("--results", type=Path, help=f"folder for results; by default {RESULTS}/SCALE")
     parser.add_argument("--out", type=Path, help=f"folder for what is being trained; by default {OUT}/SCALE")
@@ -154,17 +153,6 @@ def _launcher(scale: Scale, device: str | None) -> str:
 
 def _is_chosen(name: str, only: Sequence[str] | None) -> bool:
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE; a value that is no JSON is a string."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    try:
-        return name.replace("-", "_"), json.loads(value)
-    except json.JSONDecodeError:
-        return name.replace("-", "_"), value
 
 
 if __name__ == "__main__":

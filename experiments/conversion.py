@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from experiments.grid import read_setting
 from experiments.prepare_corpus import unpack_shards
 from experiments.text_run import condense
 from sympow.checks import choose_device
@@ -390,15 +391,11 @@ def _cell(seeds: Sequence[ModelLosses], teacher: ModelLosses, context: int) -> s
 
 
 def read_change(change: str) -> tuple[str, Any]:
-    """The name and the value of NAME=VALUE, if conversions have such a setting; values that are no JSON are strings."""
-    name, _, text = change.partition("=")
+    """The name and the value of NAME=VALUE, if conversions have such a setting."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    try:
+        name, value = read_setting(change)
         ConvertConfig().changed(**{name: value})
-    except UserError as error:
+    except (UserError, argparse.ArgumentTypeError) as error:
         raise SystemExit(f"--change takes settings as in distill_rate=6e-4; got {change!r} ({error})") from error
     return name, value
 

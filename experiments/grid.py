@@ -7,6 +7,8 @@ finished. So a grid can grow: runs can depend on the results of others, such as 
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,6 +191,17 @@ def full() -> Scale:
         processes=8,
         keep_checkpoints=True,
     )
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """The name and the value of NAME=VALUE on the command line; a value that is no JSON is a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except json.JSONDecodeError:
+        return name.replace("-", "_"), value
 
 
 SCALES: dict[str, Callable[[], Scale]] = {"cpu": cpu, "small": small, "paper": full}

@@ -22,12 +22,12 @@ from typing import Any
 
 from experiments.figures import accuracy_table, recall_table
 from experiments.grid import SCALES
+from experiments.paper import CURVES
 from experiments.store import Store
 from experiments.text_run import heldout_loss
 from sympow.files import write_atomically
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-CURVES = ("softmax", "sympow", "gating", "conformal")
 # Training loss near step 100,000, LongCrawl64, 124M parameters; read off the authors' published plots.
 AUTHORS: dict[tuple[int, int], tuple[float, float, float, float]] = {
     (2, 256): (2.565, 2.581, 2.567, 2.519),

@@ -31,16 +31,19 @@ BETAS = (0.9, 0.99)
 EPSILON = 1e-8
 
 
+def _stacked(members: Sequence[nn.Module], name: str) -> nn.Parameter:
+    """A parameter of all members, (n, …)."""
+    return nn.Parameter(torch.stack([member.get_parameter(name).detach() for member in members]))
+
+
 class StackedLinear(nn.Module):
     """n linear maps: x (n · b, t, inputs) → (n · b, t, outputs), in float32 or better for a `FloatLinear`."""
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.members = len(members)
-        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
-        self.bias = None
-        if members[0].bias is not None:
-            self.bias = nn.Parameter(torch.stack([member.bias.detach() for member in members]))
+        self.weight = _stacked(members, "weight")
+        self.bias = None if members[0].bias is None else _stacked(members, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(self.members, -1, x.shape[-1])
@@ -57,10 +60,8 @@ class StackedNorm(nn.Module):
     def __init__(self, members: Sequence[nn.LayerNorm]) -> None:
         super().__init__()
         self.members, self.eps = len(members), members[0].eps
-        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
-        self.bias = None
-        if members[0].bias is not None:
-            self.bias = nn.Parameter(torch.stack([member.bias.detach() for member in members]))
+        self.weight = _stacked(members, "weight")
+        self.bias = None if members[0].bias is None else _stacked(members, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = layer_norm(x, x.shape[-1:], eps=self.eps).reshape(self.members, -1, x.shape[-1])
@@ -76,7 +77,7 @@ class StackedEmbedding(nn.Module):
     def __init__(self, members: Sequence[nn.Embedding]) -> None:
         super().__init__()
         self.members = len(members)
-        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+        self.weight = _stacked(members, "weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
         first = torch.arange(self.members, device=tokens.device) * self.weight.shape[1]
@@ -123,7 +124,7 @@ class StackedShortConvolution(ShortConvolution):
     def __init__(self, members: Sequence[ShortConvolution]) -> None:
         nn.Module.__init__(self)
         self.members = len(members)
-        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+        self.weight = _stacked(members, "weight")
 
     def forward(
         self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None

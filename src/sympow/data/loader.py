@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,14 +100,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies tokens and boundaries to a device, asynchronously from pinned memory; ids of documents stay here."""
-        return Batch(
-            self.inputs.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
-            self.document_ids,
-            self.document_starts,
-            self.slice_offsets,
-            self.context,
+        return replace(
+            self,
+            inputs=self.inputs.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
         )
 
 
