@@ -43,7 +43,9 @@ class StackedLinear(nn.Module):
         super().__init__()
         self.members = len(members)
         self.weight = _stacked(members, "weight")
-        self.bias = None if members[0].bias is None else _stacked(members, "bias")
+        self.bias = None
+        if members[0].bias is not None:
+            self.bias = _stacked(members, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(self.members, -1, x.shape[-1])
@@ -61,7 +63,9 @@ class StackedNorm(nn.Module):
         super().__init__()
         self.members, self.eps = len(members), members[0].eps
         self.weight = _stacked(members, "weight")
-        self.bias = None if members[0].bias is None else _stacked(members, "bias")
+        self.bias = None
+        if members[0].bias is not None:
+            self.bias = _stacked(members, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = layer_norm(x, x.shape[-1:], eps=self.eps).reshape(self.members, -1, x.shape[-1])
