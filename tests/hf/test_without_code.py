@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 from convert.tiny import make_llama
 
 import sympow
-from sympow.convert.models import check_tokens, load_model
+from sympow.convert.models import check_tokens, load_causal_model
 from sympow.data.open import open_dataset
 from sympow.data.preparation import prepare
 from sympow.data.tokenizer import ByteTokenizer
@@ -87,13 +87,13 @@ def test_a_teacher_with_code_is_refused(saved, asked, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "own"}))
     with pytest.raises(ValueError, match=re.escape(f"{folder} has code of its own (auto_map)")):
-        load_model(folder, "cpu")
+        load_causal_model(folder, "cpu")
     assert not asked
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_teachers_tokenizer_with_code_is_refused(saved, asked, tmp_path):
-    model = load_model(saved / "llama", "cpu")
+    model = load_causal_model(saved / "llama", "cpu")
     folder = shutil.copytree(saved / "llama", tmp_path / "teacher")
     bring_code(folder, tmp_path / "ran")
     (tmp_path / "text.txt").write_text("a text of some length")

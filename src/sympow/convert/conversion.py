@@ -38,13 +38,13 @@ from sympow.convert.models import (
     decoder_layers,
     find_teacher,
     fingerprint,
-    load_model,
+    load_causal_model,
     make_student,
     most_positions,
     output_weight,
 )
 from sympow.convert.objectives import Distillation, Matching, NextToken, StageObjective
-from sympow.convert.report import describe, write_report
+from sympow.convert.report import label_of, write_conversion_report
 from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, make_loader, plan, train_stage
 from sympow.data.dataset import TokenDataset
 from sympow.data.open import open_dataset
@@ -123,7 +123,7 @@ class _Conversion:
         self.stages = plan(config)
         self.dataset: TokenDataset = open_dataset(config.text.data)
         find_teacher(source, say=_say)
-        self.teacher = load_model(source, self.device).requires_grad_(False)
+        self.teacher = load_causal_model(source, self.device).requires_grad_(False)
         check_teacher(self.teacher, source)
         self.fingerprint = fingerprint(self.teacher)
         self._check_same_settings()
@@ -152,7 +152,7 @@ class _Conversion:
             if not self._is_evaluated(stage.name) and not self._run_stage(stage):
                 return False
         self._export()
-        write_report(self.out, self.stages, self._evaluations(), self._facts())
+        write_conversion_report(self.out, self.stages, self._evaluations(), self._facts())
         _say(f"wrote {self.out / EXPORT} and {self.out / 'report.html'}")
         return True
 
@@ -218,7 +218,7 @@ class _Conversion:
         folder = self.out / STAGES / name / EXPORT
         if not folder.is_dir():
             raise UserError(f"{folder} is missing; without {self._path(name)}, the same command trains it again")
-        return load_model(folder, self.device, torch.float32)
+        return load_causal_model(folder, self.device, torch.float32)
 
     def _export(self) -> None:
         """Writes the final student, not the one without stage 1, in the teacher's dtype and with its tokenizer."""
@@ -251,7 +251,7 @@ class _Conversion:
         results = evaluate(model, missing, self.dtype)
         ModelLosses(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
         losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
-        _say(f"held-out loss of the {describe(name)}: {losses}")
+        _say(f"held-out loss of the {label_of(name)}: {losses}")
 
     def _evaluations(self) -> dict[str, ModelLosses]:
         names = [TEACHER, START, *(stage.name for stage in self.stages)]

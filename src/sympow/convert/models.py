@@ -60,7 +60,7 @@ def find_teacher(source: Path | str, say: Callable[[str], None]) -> None:
         raise UserError(f"{nowhere}, and the Hugging Face Hub cannot be asked: {reason}") from error
 
 
-def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
+def load_causal_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
     """Loads a causal language model of transformers, in evaluation mode: conversion uses no dropout.
 
     Args:
@@ -115,7 +115,7 @@ def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) ->
     """The teacher in float32 with the attention of some layers replaced; new parameters are initialized on the CPU."""
     from sympow.hf import swap_attention
 
-    student = load_model(teacher, torch.device("cpu"), torch.float32)
+    student = load_causal_model(teacher, torch.device("cpu"), torch.float32)
     swap_attention(student, **_arguments(swap))
     return student.to(device).eval()
 

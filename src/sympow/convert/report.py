@@ -39,7 +39,7 @@ img { max-width: 100%; background: white; }
 Table = list[list[str]]
 
 
-def write_report(
+def write_conversion_report(
     out: Path, stages: Sequence[Stage], evaluations: Mapping[str, ModelLosses], facts: Mapping[str, Any]
 ) -> None:
     """Writes report.md, report.html and figures/ into the folder of a conversion.
@@ -50,7 +50,7 @@ def write_report(
         evaluations: evaluations by name: of the teacher, of the untrained student, and after every stage.
         facts: settings to list.
     """
-    named = {describe(name): evaluation for name, evaluation in evaluations.items()}
+    named = {label_of(name): evaluation for name, evaluation in evaluations.items()}
     figures = {
         "Held-out loss by position": out / FIGURES / "loss_by_position.png",
         "Held-out loss by context": out / FIGURES / "loss_by_context.png",
@@ -77,7 +77,7 @@ def write_report(
     write_atomically(out / "report.html", "\n".join(_html(title, tables, figures)).encode())
 
 
-def describe(name: str) -> str:
+def label_of(name: str) -> str:
     """The label of a model in tables and figures."""
     if name == TEACHER:
         return "teacher"
@@ -177,12 +177,12 @@ def draw_training(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]], pa
     """What each stage minimizes, against steps; a panel for each kind of stage."""
     kinds = list(dict.fromkeys(stage.kind for stage, _ in curves.values()))
     figure, panels = make_panels(len(kinds))
-    styles = assign_styles((describe(name), describe(name)) for name in curves)
+    styles = assign_styles((label_of(name), label_of(name)) for name in curves)
     for axes, kind in zip(panels, kinds, strict=True):
         for name, (stage, lines) in curves.items():
             if stage.kind == kind:
                 points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-                axes.plot(*zip(*points, strict=True), label=describe(name), **styles[describe(name)].for_matplotlib)
+                axes.plot(*zip(*points, strict=True), label=label_of(name), **styles[label_of(name)].for_matplotlib)
         axes.set(xlabel="step", yscale="log" if kind != "extend" else "linear")
         set_title(axes, LOSSES[kind])
     finish(figure, panels, path)

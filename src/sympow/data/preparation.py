@@ -44,9 +44,9 @@ from sympow.data.sources import (
     ReadingPlace,
     SourceList,
     check_field,
-    fingerprint_of,
     list_sources,
-    size_of,
+    sources_fingerprint,
+    text_bytes,
 )
 from sympow.data.tokenizer import (
     MODEL_FILE,
@@ -170,7 +170,7 @@ def prepare(
         "heldout": heldout,
         "skip_empty": skip_empty,
         "portion_bytes": shard_bytes,
-        "sources": fingerprint_of(listed.sources),
+        "sources": sources_fingerprint(listed.sources),
     }
     with _locked(out):
         earlier, finished = (None, None) if overwrite else _find_earlier(out)
@@ -193,7 +193,7 @@ def prepare(
         begin = next(number for number in count() if number not in written)
         reader = Reader(listed.sources, field, written[begin - 1].end if begin else ReadingPlace())
         portions = _portions(reader, rule, skip_empty, shard_bytes, begin)
-        total = size_of(listed.sources)
+        total = text_bytes(listed.sources)
         on_progress(_progress(written.values(), total))
         missing = (portion for portion in portions if portion.number not in written)
         # Closed at once if this is interrupted, since that ends the workers.
@@ -332,7 +332,7 @@ def _make_tokenizer(
     if name != "bpe":
         return load_tokenizer(name, boundary_token)
     assert vocab_size is not None
-    size = size_of(listed.sources)
+    size = text_bytes(listed.sources)
     total = None if size is None else min(BPE_TRAINING_BYTES, size)
     read = 0
 

@@ -203,7 +203,7 @@ def list_sources(
     return SourceList(tuple(listed), tuple(name for resolved, name in others.items() if resolved not in seen))
 
 
-def fingerprint_of(sources: Iterable[Source]) -> str:
+def sources_fingerprint(sources: Iterable[Source]) -> str:
     """Changes when a source does: its name, split, size or modification time, or the version of a hub's dataset."""
     state: list[Any] = []
     for source in sources:
@@ -220,7 +220,7 @@ def fingerprint_of(sources: Iterable[Source]) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
-def size_of(sources: Iterable[Source]) -> int | None:
+def text_bytes(sources: Iterable[Source]) -> int | None:
     """Bytes of all texts; None: unknown, since some are in tables."""
     sources = list(sources)
     if any(has_rows(source.name) for source in sources):

@@ -117,7 +117,7 @@ def format_number(x: float | None, digits: int = 4) -> str:
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.{digits}g}"
 
 
-def rounded(number: float | None) -> float | None:
+def six_digits(number: float | None) -> float | None:
     """A number rounded to six digits; None if it is not finite."""
     return None if number is None or not math.isfinite(number) else float(f"{number:.6g}")
 
@@ -160,7 +160,7 @@ def heat_map(
     axis = {"type": "category", "showgrid": False, "fixedrange": True}
     trace = {
         "type": "heatmap",
-        "z": [[rounded(place(x)) for x in row] for row in values],
+        "z": [[six_digits(place(x)) for x in row] for row in values],
         "x": list(columns),
         "y": list(range(len(values))),
         "zmin": low,

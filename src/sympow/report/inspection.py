@@ -20,7 +20,7 @@ from sympow.evaluate.head_statistics import LayerCapture, capture, half_life
 from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.gpt import SEGMENT_SIZE
-from sympow.report.html_page import build_page, heat_map, notes_html, options, rounded
+from sympow.report.html_page import build_page, heat_map, notes_html, options, six_digits
 from sympow.settings import TURNING
 
 TOKENS = 8_192
@@ -155,8 +155,8 @@ def inspection_data(inspection: Inspection) -> dict[str, Any]:
                 "profiles": {
                     "forgetting": None
                     if rate is None
-                    else [[rounded(half_life(-x)) for x in row] for row in _averages(rate, size)],
-                    "rotation": None if beta is None else [list(map(rounded, row)) for row in _averages(beta, size)],
+                    else [[six_digits(half_life(-x)) for x in row] for row in _averages(rate, size)],
+                    "rotation": None if beta is None else [list(map(six_digits, row)) for row in _averages(beta, size)],
                 },
             }
         )
@@ -208,7 +208,7 @@ def _overview(
     heads = [str(n) for n in range(max(len(x) for x in (*rates, *betas) if x is not None))]
     if any(rate is not None for rate in rates):
         name = f"median half-life ({unit}s)"
-        values = of_heads(lambda rate: rounded(half_life(-rate.median().item())), rates)
+        values = of_heads(lambda rate: six_digits(half_life(-rate.median().item())), rates)
         axis: dict[str, Any] = {"type": "log", "autorange": "reversed", "nticks": 5}
         life = "half-life" if size == 1 else "half-life of the mean decay"
         found["forgetting"] = {

@@ -14,7 +14,7 @@ from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
 from sympow.report.grouping import Group, by_power, differing, plain_words, shown, unit_of
-from sympow.report.html_page import build_page, format_number, heat_map, notes_html, options, plain, rounded
+from sympow.report.html_page import build_page, format_number, heat_map, notes_html, options, plain, six_digits
 from sympow.report.plotting import Style, drawn_contexts
 from sympow.report.run_collection import Run, settings_help
 from sympow.train.run_folder import CONFIG_FILE
@@ -296,7 +296,7 @@ class _Panels:
     def _curve(self, run: Run, points: Points) -> dict[str, Any] | None:
         if not points:
             return None
-        return {"run": self._numbers[run.folder], "grid": self._grid(points), "y": [*map(rounded, points.values())]}
+        return {"run": self._numbers[run.folder], "grid": self._grid(points), "y": [*map(six_digits, points.values())]}
 
     def _grid(self, xs: Iterable[float]) -> int:
         found = tuple(x if isinstance(x, int) else float(f"{x:.6g}") for x in xs)
@@ -443,7 +443,7 @@ def _table(groups: Sequence[Group], different: set[str]) -> str:
             *([_cell("td", str(run.result.get("device") or ""))] if devices else []),
         ]
         for _, number in columns:
-            found = rounded(number(run))
+            found = six_digits(number(run))
             value = "" if found is None else found
             cells.append(f'<td class="number" data-value="{value}">{format_number(found)}</td>')
         for name in settings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sympow.data.formats.token_file import TokenFile, map_array, size_of
+from sympow.data.formats.token_file import TokenFile, file_size, map_array
 from sympow.errors import UserError
 
 NAME = "datatrove"
@@ -30,7 +30,7 @@ def read_datatrove(path: Path) -> TokenFile:
             f"{path} has a {path.name}.loss, by which some tokens do not count in the loss, and here all do; remove it "
             "to train on all tokens"
         )
-    ends, size = map_array(index, "<u8"), size_of(path)
+    ends, size = map_array(index, "<u8"), file_size(path)
     # Not by the metadata, which need not be there.
     width = size // int(ends[-1]) if len(ends) and ends[-1] else 2
     if (named := tokenizer_of(path)) is not None:
@@ -48,8 +48,8 @@ def tokenizer_of(path: Path) -> tuple[str, int] | None:
     metadata = _beside(path, ".metadata")
     if not metadata.exists():
         return None
-    if size_of(metadata) > LARGEST_METADATA:
-        raise UserError(f"{metadata} must have at most {LARGEST_METADATA:,} bytes, got {size_of(metadata):,}")
+    if file_size(metadata) > LARGEST_METADATA:
+        raise UserError(f"{metadata} must have at most {LARGEST_METADATA:,} bytes, got {file_size(metadata):,}")
     first = metadata.read_text("utf-8", errors="replace").partition("\n")[0]
     name, _, width = first.rpartition("|")
     if not name or width not in ("2", "4"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.data.formats.token_file import TokenFile, map_array, size_of
+from sympow.data.formats.token_file import TokenFile, file_size, map_array
 from sympow.errors import UserError
 
 NAME = "Megatron"
@@ -30,7 +30,7 @@ def read_megatron(path: Path) -> TokenFile:
     index = path.with_suffix(INDEX_ENDING)
     if not index.exists():
         raise UserError(f"{path} has no {index.name} beside it, the index that Megatron writes when it is done")
-    size = size_of(index)
+    size = file_size(index)
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):

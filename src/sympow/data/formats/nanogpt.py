@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sympow.data.formats.token_file import TokenFile, map_array, size_of
+from sympow.data.formats.token_file import TokenFile, file_size, map_array
 from sympow.data.tokenizer import Tokenizer
 from sympow.errors import UserError
 
@@ -26,7 +26,7 @@ SEARCHED = 2**24
 
 
 def read_nanogpt(path: Path, tokenizer: Tokenizer) -> TokenFile:
-    size_of(path)
+    file_size(path)
     header = np.fromfile(path, "<i4", HEADER).tolist()
     dtype = DTYPES.get((header[0], header[1])) if len(header) == HEADER else None
     if dtype is not None:

@@ -58,7 +58,7 @@ class TokenFile:
 
 def map_array(path: Path, dtype: str, offset: int = 0) -> NDArray[Any]:
     """The numbers in a file from a byte on, (numbers,), memory-mapped."""
-    size, item = size_of(path), np.dtype(dtype).itemsize
+    size, item = file_size(path), np.dtype(dtype).itemsize
     if size < offset or (size - offset) % item:
         raise UserError(f"{path} is damaged or incomplete: {size - offset:,} bytes are no whole number of {dtype}")
     if size == offset:
@@ -67,7 +67,7 @@ def map_array(path: Path, dtype: str, offset: int = 0) -> NDArray[Any]:
     return np.asarray(np.memmap(path, dtype, "r", offset))
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Bytes of a file, which must be one: opening a pipe would wait for a writer."""
     check_regular_file(path)
     if not path.exists():
