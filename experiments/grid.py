@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from experiments.text_run import EvaluationPlan, PlannedRun, heldout_loss
@@ -56,7 +57,7 @@ class Scale:
     changes: Mapping[str, Any] = field(default_factory=dict)
     finished: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def base(self) -> TrainConfig:
         """The config that runs start from."""
         return self.start.changed(**self.changes)

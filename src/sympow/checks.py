@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -108,9 +109,16 @@ NonNegative = Annotated[float, Range()]
 Decay = Annotated[float, Range(below=1)]
 
 
+@cache
+def _annotations(kind: type) -> dict[str, Any]:
+    """Resolved once: this takes twice as long as all else that makes a config."""
+    return get_type_hints(kind, include_extras=True)
+
+
 def check_fields(config: Any) -> None:
     """Raises unless every field of a dataclass has a value that its annotation admits."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
+    # To mypy, classes are not hashable.
+    for name, hint in _annotations(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
         alternatives = get_args(hint)
         if NoneType in alternatives:
