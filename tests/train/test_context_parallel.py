@@ -5,6 +5,7 @@ import shutil
 import pytest
 from train.comparison import STEPS, same
 
+from sympow.train import TrainConfig
 from sympow.train.checkpoint import read_seal
 
 # Four sequences of 33 tokens, which two processes cannot halve.
@@ -43,14 +44,13 @@ def test_whatever_the_model_and_the_documents(finish, alone, tmp_path, changes):
     assert same(tmp_path / "two", alone(**changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_parallel": 3}, "--context-parallel must divide the number of processes, 2; got 3"),
-        ({"context_parallel": 64}, "--context-parallel must leave each process a token of the context, 32; got 64"),
-    ],
-)
-def test_what_cannot_be_shared_out_is_refused(start, tmp_path, changes, message):
-    training = start(tmp_path / "run", processes=2, **changes)
+def test_processes_that_cannot_be_shared_out_are_refused(start, tmp_path):
+    training = start(tmp_path / "run", processes=2, context_parallel=3)
     assert training.wait() == [2, 2]
+    message = "--context-parallel must divide the number of processes, 2; got 3"
     assert message in " ".join(training.log.read_text().split())
+
+
+def test_a_context_that_cannot_be_shared_out_is_refused():
+    with pytest.raises(ValueError, match="context_parallel must leave each process a token of the context, 32; got 64"):
+        TrainConfig().changed(context=32, batch_tokens=64, context_parallel=64)

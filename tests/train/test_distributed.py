@@ -53,6 +53,7 @@ def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):
     assert same(tmp_path / "run", alone(**THOROUGH))
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_parameters_out_equal_one(finish, alone, tmp_path):
     out = tmp_path / "two"
     printed = finish(out, processes=2, parallel="fsdp", steps=STEPS, **THOROUGH)
@@ -97,6 +98,7 @@ def test_several_processes_recompute_and_pack(finish, alone, tmp_path):
     assert same(tmp_path / "two", alone(**changes))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losses, alone, tmp_path):
     slower = "import time; from sympow.train import loop; step = loop.Training.step\n"
     slower += "loop.Training.step = lambda self, batch: (time.sleep(0.1), step(self, batch))[1]\n"
