@@ -113,7 +113,6 @@ class Scale:
             base.changed(**fields),
             evaluation or self.evaluation,
             changes,
-            self.processes,
             self.keep_checkpoints,
         )
 

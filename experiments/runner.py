@@ -11,28 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from experiments.store import Store, StoredResult, Trained
-
-
-class Work(Trained, Protocol):
-    """A run of a grid, or a sweep."""
-
-    @property
-    def name(self) -> str:
-        """It is chosen by, within its experiment."""
-
-    def folder(self, out: Path, experiment: str) -> Path:
-        """Where it is trained."""
-
-    def train(self, folder: Path, device: str, command: str, say: Callable[[str], None]) -> list[StoredResult] | None:
-        """Trains or resumes it; returns its results, or None if a signal has stopped it."""
-
-    def discard(self, folder: Path) -> None:
-        """Removes from its folder what only a resumption needs."""
+from experiments.store import Store, Work
 
 
 def is_alone() -> bool:

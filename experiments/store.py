@@ -10,7 +10,7 @@ every table is complete. Any number of processes may add results at the same tim
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,8 +43,12 @@ class StoredResult:
         return str(self.row["run"])
 
 
-class Trained(Protocol):
-    """What has results: a run or a sweep."""
+class Work(Protocol):
+    """What has results: a run of a grid, or a sweep."""
+
+    @property
+    def name(self) -> str:
+        """It is chosen by, within its experiment."""
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -52,6 +56,15 @@ class Trained(Protocol):
 
     def differences(self, row: dict[str, Any]) -> list[str]:
         """The settings in which a result of that name is of something else, as text."""
+
+    def folder(self, out: Path, experiment: str) -> Path:
+        """Where it is trained."""
+
+    def train(self, folder: Path, device: str, command: str, say: Callable[[str], None]) -> list[StoredResult] | None:
+        """Trains or resumes it; returns its results, or None if a signal has stopped it."""
+
+    def discard(self, folder: Path) -> None:
+        """Removes from its folder what only a resumption needs."""
 
 
 class Store:
@@ -70,7 +83,7 @@ class Store:
         names = sorted(path.name.removesuffix(CURVES_ENDING) for path in folder.glob(f"*{CURVES_ENDING}"))
         self.tables = {name: read_table(folder, name) for name in names}
 
-    def find(self, experiment: str, trained: Trained) -> list[StoredResult] | None:
+    def find(self, experiment: str, work: Work) -> list[StoredResult] | None:
         """The results of a run or sweep, from the experiment's table or else another; None: it is not done.
 
         Raises:
@@ -78,10 +91,10 @@ class Store:
         """
         for name in sorted(self.tables, key=lambda name: name != experiment):
             table = self.tables[name]
-            if not all(result in table for result in trained.results):
+            if not all(result in table for result in work.results):
                 continue
-            found = [table[result] for result in trained.results]
-            different = [words for one in found for words in trained.differences(one.row)]
+            found = [table[result] for result in work.results]
+            different = [words for one in found for words in work.differences(one.row)]
             if not different:
                 return found
             if name == experiment:

@@ -60,7 +60,6 @@ class Sweep(ABC):
 
     # Steps between two validations by which training may end early; None: it does not.
     validate_every: ClassVar[int | None] = None
-    processes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for name in ("learning_rates", "seeds"):

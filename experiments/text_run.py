@@ -98,7 +98,6 @@ class PlannedRun:
         config: the training config.
         evaluation: how the trained model is evaluated.
         changes: settings that differ from the scale's, besides variant, power, context and seed.
-        processes: to train it with, one per GPU.
         keep_checkpoints: whether checkpoints stay when the run is done; the exported model always does.
     """
 
@@ -107,7 +106,6 @@ class PlannedRun:
     config: TrainConfig
     evaluation: EvaluationPlan
     changes: dict[str, Any] = field(default_factory=dict)
-    processes: int = 1
     keep_checkpoints: bool = False
 
     @property

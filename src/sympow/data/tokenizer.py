@@ -310,13 +310,13 @@ def _read_settings(path: Path) -> dict[str, str]:
     """The kind of a saved tokenizer and, except for bytes, its boundary token."""
     content = read_json(path)
     expected = {"kind"} if content == {"kind": ByteTokenizer.kind} else {"kind", "boundary_token"}
-    if not isinstance(content, dict) or content.keys() != expected or not all(map(_is_text, content.values())):
+    if (
+        not isinstance(content, dict)
+        or content.keys() != expected
+        or not all(isinstance(x, str) for x in content.values())
+    ):
         raise UserError(f"{path} must name the kind of a tokenizer and its boundary token")
     return content
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _read_model(path: Path) -> Any:

@@ -91,12 +91,9 @@ def build_page(name: str, title: str, data: dict[str, Any], style: str = "", **c
     )
 
 
-def options(choices: Iterable[tuple[object, str]], chosen: object = None) -> str:
+def options(choices: Iterable[tuple[object, str]]) -> str:
     """HTML of the options of a select element, from values and labels."""
-    return "".join(
-        f'<option value="{escape(str(value))}"{" selected" if value == chosen else ""}>{escape(label)}</option>'
-        for value, label in choices
-    )
+    return "".join(f'<option value="{escape(str(value))}">{escape(label)}</option>' for value, label in choices)
 
 
 def notes_html(notes: Sequence[str]) -> str:

@@ -77,7 +77,7 @@ def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[t
     panels = by_power(groups)
     unit = unit_of(groups)
     against_context = {
-        "final_loss_by_training_context": (f"training loss (nats per {unit})", _final_loss, False),
+        "final_loss_by_training_context": (f"training loss (nats per {unit})", lambda group: group.final_loss, False),
         "throughput_by_training_context": (f"training speed ({unit}s per second)", _speed, True),
     }
     for name, (label, number, from_zero) in against_context.items():
@@ -98,10 +98,6 @@ def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[t
         run = next((run for run in group.runs if run.heads and run.heads.quantities), None)
         if run is not None:
             yield f"heads/{run.name.replace('/', '_')}", partial(_heads, group=group, run=run)
-
-
-def _final_loss(group: Group) -> Spread | None:
-    return group.final_loss
 
 
 def _speed(group: Group) -> Spread | None:

@@ -89,7 +89,8 @@ def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[
 @contextmanager
 def _claim(out: Path | None, resume: bool) -> Iterator[Claim]:
     check_can_write("out", out or RUNS, "folder")
-    folder, made = _make_new() if out is None else _make(out)
+    folder, made = _make_new() if out is None else (out, missing_folders(out))
+    folder.mkdir(parents=True, exist_ok=True)
     # On the way out the lock is released first: its file would keep the folder from being removed.
     with ExitStack() as held:
         held.callback(remove_empty, made)
@@ -112,18 +113,15 @@ def _check_is_free(folder: Path) -> None:
         )
 
 
-def _make(folder: Path) -> tuple[Path, list[Path]]:
-    """Creates the folder; returns it and the folders created, innermost first."""
-    missing = missing_folders(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder, missing
-
-
 def _make_new() -> tuple[Path, list[Path]]:
-    """Creates a folder under runs/ named by the time; mkdir is atomic, so that no two runs get the same one."""
+    """Creates a folder under runs/ named by the time; returns it and the folders created, innermost first.
+
+    mkdir is atomic, so that no two runs get the same one.
+    """
     name = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
-        _, made = _make(RUNS)
+        made = missing_folders(RUNS)
+        RUNS.mkdir(parents=True, exist_ok=True)
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir()

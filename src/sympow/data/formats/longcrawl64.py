@@ -166,21 +166,21 @@ class LongCrawl64:
         root = Path(self.name)
         present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
         blocks, columns = -(-rows // self._chunk_rows), -(-self._array.shape[1] // self._chunk_columns)
-        if blocks * columns > len(present):
+        wanted = blocks * columns
+        if wanted > len(present):
             # Without listing them: damaged metadata may claim any number.
-            wanted = blocks * columns
-            raise UserError(
-                f"{self.name}: at least {wanted - len(present):,} of {wanted:,} chunks are missing; they "
-                "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
-            )
-        encode = self._array.metadata.encode_chunk_key
-        expected = [encode((block, column)) for block in range(blocks) for column in range(columns)]
-        missing = [key for key in expected if key not in present]
-        if missing:
-            raise UserError(
-                f"{self.name}: {len(missing):,} of {len(expected):,} chunks are missing, first {missing[0]}; they "
-                "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
-            )
+            missing, first = f"at least {wanted - len(present):,}", ""
+        else:
+            encode = self._array.metadata.encode_chunk_key
+            keys = (encode((block, column)) for block in range(blocks) for column in range(columns))
+            absent = [key for key in keys if key not in present]
+            if not absent:
+                return
+            missing, first = f"{len(absent):,}", f", first {absent[0]}"
+        raise UserError(
+            f"{self.name}: {missing} of {wanted:,} chunks are missing{first}; they would read as zeros. Fetch them "
+            "again, or open fewer with LongCrawl64(source, documents=N)"
+        )
 
 
 def split_of_array(address: str) -> str:
