@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from sympow.cli.app import app
 from sympow.convert import convert
-from sympow.convert.evaluation import ModelLosses, evaluate, held_out_sequences
+from sympow.convert.evaluation import ModelLosses, held_out_sequences, measure_losses
 from sympow.data import open_dataset
 from sympow.train.loop import Training
 
@@ -199,10 +199,10 @@ def test_a_conversion_killed_in_an_evaluation_does_not_train_again(teacher, sett
         # After the teacher and the untrained student.
         if len(evaluated) == 3:
             raise MemoryError
-        return evaluate(*arguments)
+        return measure_losses(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("sympow.convert.conversion.evaluate", dying)
+        patch.setattr("sympow.convert.conversion.measure_losses", dying)
         with pytest.raises(MemoryError):
             convert(teacher, config, out, device="cpu")
     trained = weights_of(out / "stages" / "distill" / "model")
@@ -316,8 +316,8 @@ def test_evaluations_are_of_held_out_text(whole, teacher, texts):
     read_in_training, _ = held_out_sequences(open_dataset(texts), config.text, config.execution.micro_batch_tokens)
     for name, folder in (("teacher", teacher), ("distill", out / "stages" / "distill" / "model")):
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert read(out, name).by_context == evaluate(model, sequences, None)
-        assert read(out, name).by_context != evaluate(model, read_in_training, None)
+        assert read(out, name).by_context == measure_losses(model, sequences, None)
+        assert read(out, name).by_context != measure_losses(model, read_in_training, None)
 
 
 def test_the_optimizer_is_the_one_asked_for(teacher, settings, tmp_path, monkeypatch):

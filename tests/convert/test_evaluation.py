@@ -7,7 +7,7 @@ import torch
 from convert.tiny import make_llama
 
 from sympow.convert.config import TextConfig
-from sympow.convert.evaluation import LossAtContext, ModelLosses, difference, evaluate, held_out_sequences
+from sympow.convert.evaluation import LossAtContext, ModelLosses, difference, held_out_sequences, measure_losses
 from sympow.data import open_dataset
 
 
@@ -22,7 +22,7 @@ def test_losses_are_those_of_the_models_own_logits(texts):
         256: 1,
     }
     assert notes == []
-    results = evaluate(model, sequences, None)
+    results = measure_losses(model, sequences, None)
     for length, batches in sequences.items():
         with torch.no_grad():
             losses = torch.cat(

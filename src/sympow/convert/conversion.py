@@ -26,13 +26,13 @@ import torch
 from safetensors import SafetensorError
 
 from sympow.convert.config import FREE, ConvertConfig
-from sympow.convert.evaluation import LossAtContext, ModelLosses, evaluate, held_out_sequences
+from sympow.convert.evaluation import LossAtContext, ModelLosses, held_out_sequences, measure_losses
 from sympow.convert.models import (
     TOKENIZER_FILES,
     add_adapters,
     cast_weights,
+    check_can_swap,
     check_contexts,
-    check_swap,
     check_teacher,
     check_tokens,
     decoder_layers,
@@ -127,7 +127,7 @@ class _Conversion:
         check_teacher(self.teacher, source)
         self.fingerprint = fingerprint(self.teacher)
         self._check_same_settings()
-        check_swap(self.teacher, config.swap)
+        check_can_swap(self.teacher, config.swap)
         positions = most_positions(self.teacher)
         check_contexts(config, positions)
         self._check_rows()
@@ -248,7 +248,7 @@ class _Conversion:
         missing = {length: batches for length, batches in self.sequences.items() if length not in known}
         if not missing:
             return
-        results = evaluate(model, missing, self.dtype)
+        results = measure_losses(model, missing, self.dtype)
         ModelLosses(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
         losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
         _say(f"held-out loss of the {label_of(name)}: {losses}")

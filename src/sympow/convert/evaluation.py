@@ -111,7 +111,7 @@ def held_out_sequences(
 
 
 @torch.no_grad()
-def evaluate(
+def measure_losses(
     model: Any,
     sequences: dict[int, Sequences],
     dtype: torch.dtype | None,

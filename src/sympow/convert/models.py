@@ -214,7 +214,7 @@ def check_teacher(model: Any, source: Path | str) -> None:
         )
 
 
-def check_swap(teacher: Any, swap: SwapConfig) -> None:
+def check_can_swap(teacher: Any, swap: SwapConfig) -> None:
     """Refuses what `swap_attention` would refuse, without a second copy of the model."""
     from sympow.hf.swap import swapping
 

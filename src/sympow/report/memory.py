@@ -34,12 +34,12 @@ KNOWN_SHAPES = {
 }
 
 
-def cache_bytes(config: GPTConfig, tokens: int, itemsize: int = 2) -> int:
+def bytes_of_cache(config: GPTConfig, tokens: int, itemsize: int = 2) -> int:
     """Bytes of a sequence's keys and values, in numbers of `itemsize` bytes: 2 for bfloat16."""
     return itemsize * key_value_elements(config, tokens)
 
 
-def state_bytes(config: GPTConfig, *, copied: bool = False) -> int:
+def bytes_of_states(config: GPTConfig, *, copied: bool = False) -> int:
     """Bytes of a sequence's states in float32.
 
     Args:
@@ -53,7 +53,7 @@ def state_bytes(config: GPTConfig, *, copied: bool = False) -> int:
 
 def break_even(config: GPTConfig, *, copied: bool = False) -> int:
     """The context from which states take fewer bytes than keys and values in bfloat16."""
-    return math.ceil(state_bytes(config, copied=copied) / cache_bytes(config, 1))
+    return math.ceil(bytes_of_states(config, copied=copied) / bytes_of_cache(config, 1))
 
 
 def memory_table(
@@ -69,8 +69,8 @@ def memory_table(
     head += ["states smaller from", "with the copy from"]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     for name, config in shapes.items():
-        sizes = [state_bytes(config), state_bytes(config, copied=True)]
-        sizes += [cache_bytes(config, context) for context in contexts]
+        sizes = [bytes_of_states(config), bytes_of_states(config, copied=True)]
+        sizes += [bytes_of_cache(config, context) for context in contexts]
         breaks = [break_even(config), break_even(config, copied=True)]
         rows.append([name, *(f"{size / 1e9:.2f} GB" for size in sizes), *(f"{n:,}" for n in breaks)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
