@@ -80,7 +80,7 @@ def serve(
     from sympow.serving.web.context_store import ContextStore
     from sympow.serving.web.gatekeeping import allowed_hosts, is_local, read_keys
     from sympow.serving.web.openai import ServerOptions, Service
-    from sympow.serving.web.server import bind, run, url_of
+    from sympow.serving.web.server import StoppableServer, bind, url_of
 
     _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)
     if model_name is not None:
@@ -118,14 +118,14 @@ def serve(
             _say(_describe_contexts(folder, contexts))
             store = ContextStore(engine, folder, context_bytes, max_contexts)
             service = Service(name, engine, store, ServerOptions(keys, hosts, max_body, max_tokens, timeout))
-            run(
+            server = StoppableServer(
                 create_app(service),
                 service,
-                bound,
                 grace=grace,
                 ready=lambda: typer.echo(f"serving {name} at {url_of(bound)}"),
                 stopping=lambda: _say(f"stopping: running requests have {grace:g} seconds to end"),
             )
+            server.run(sockets=[bound])
     if engine.failure is not None:
         traceback.print_exception(engine.failure)
         raise EngineClosedError("the engine has failed, as shown above")

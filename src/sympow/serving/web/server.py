@@ -50,6 +50,7 @@ class StoppableServer(uvicorn.Server):
     A second signal ends running requests too, with an error.
 
     Args:
+        app: the application.
         service: the service whose requests are refused and ended.
         grace: seconds that running requests get to end before they are ended with an error.
         ready: called when clients can connect.
@@ -58,12 +59,24 @@ class StoppableServer(uvicorn.Server):
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
         service: Service,
+        *,
         grace: float,
         ready: Callable[[], None],
         stopping: Callable[[], None],
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            # Nothing here depends on the client address that a reverse proxy forwards.
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(grace + LAST_GRACE),
+            lifespan="on",
+            ws="none",
+        )
         super().__init__(config)
         self._service, self._grace, self._ready, self._on_stop = service, grace, ready, stopping
 
@@ -98,27 +111,3 @@ class StoppableServer(uvicorn.Server):
         self._on_stop()
         self._service.stop()
         asyncio.get_running_loop().call_later(self._grace, self._service.fail_running)
-
-
-def run(
-    app: ASGIApp,
-    service: Service,
-    bound: socket.socket,
-    *,
-    grace: float,
-    ready: Callable[[], None],
-    stopping: Callable[[], None],
-) -> None:
-    """Serves an application at a socket until a signal comes; arguments as in `StoppableServer`."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        # Nothing here depends on the client address that a reverse proxy forwards.
-        proxy_headers=False,
-        timeout_graceful_shutdown=int(grace + LAST_GRACE),
-        lifespan="on",
-        ws="none",
-    )
-    StoppableServer(config, service, grace, ready, stopping).run(sockets=[bound])
