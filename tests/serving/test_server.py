@@ -506,6 +506,7 @@ def test_deleted_and_unknown_contexts_are_not_found(served):
     "id_", ["..", "../contexts", "ctx_../../../etc/passwd", "/etc", ".lock", "ctx_" + "0" * 24 + "/..", "ctx_\n", ""]
 )
 def test_ids_cannot_leave_the_folder(served, id_):
+    (served.contexts / ".lock").touch()
     with pytest.raises(openai.NotFoundError, match="there is no context"):
         ask(served, id_, "x")
     quoted = id_.replace("/", "%2f").replace(".", "%2e").replace("\n", "%0a") or "%20"

@@ -17,22 +17,20 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from filelock import lock_descriptor
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from sympow import tensor_file
-from sympow.data.plain_text import check_text
-from sympow.errors import ArgumentError, UserError
 from sympow.files import flush, write_atomically
 from sympow.generation.prefix import FORMAT as PREFIX_FORMAT
 from sympow.generation.prefix import Prefix
+from sympow.locks import lock_file
 from sympow.model.gpt import GPT
-from sympow.parsing import read_json
 
 ID = re.compile("ctx_[0-9a-f]{24}")
 RECORD_FILE = "context.json"
@@ -51,7 +49,7 @@ def is_id(text: str) -> bool:
     return ID.fullmatch(text) is not None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Record:
     """The metadata of a context on disk.
 
@@ -72,6 +70,9 @@ class Record:
     parent: str | None = None
 
 
+RECORDS = TypeAdapter(Record)
+
+
 class ContextFolder:
     """The contexts of one model in a folder; contexts of other models are ignored.
 
@@ -87,7 +88,7 @@ class ContextFolder:
         self._known: dict[str, Record | None] = {}
         path.mkdir(parents=True, exist_ok=True)
         self._own = path / f"{WRITING}{secrets.token_hex(8)}"
-        with _locked(path / FOLDER_LOCK_FILE):
+        with lock_file(path / FOLDER_LOCK_FILE):
             for folder in path.glob(f"{WRITING}*"):
                 _remove_if_abandoned(folder)
             self._own.mkdir()
@@ -166,36 +167,11 @@ class ContextFolder:
         """A context's record from disk; None if it is of another model, or damaged."""
         folder = self.path / id_
         try:
-            record = _as_record(read_json(folder / RECORD_FILE))
+            record = RECORDS.validate_json((folder / RECORD_FILE).read_bytes())
             words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
         except ValueError:
             return None
         return record if record.id == id_ and words.get("fingerprint") == self._fingerprint else None
-
-
-def _as_record(content: Any) -> Record:
-    kinds = {"id": str, "name": str, "created_at": int, "tokens": int, "nbytes": int, "parent": str | None}
-    names = {field.name for field in fields(Record)}
-    if not isinstance(content, dict) or content.keys() != names:
-        raise UserError(f"a context must have the entries {', '.join(sorted(names))}")
-    for name, kind in kinds.items():
-        if not isinstance(content[name], kind):
-            raise ArgumentError(name, f"of a context must be {kind}")
-        if isinstance(content[name], str):
-            # JSON can hold lone surrogates, which no response can.
-            check_text(name, content[name])
-    return Record(**content)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of the folder, which processes take only for a moment."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        lock_descriptor(handle)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _remove_if_abandoned(folder: Path) -> None:

@@ -142,7 +142,13 @@ class ContextStore:
 
     def get(self, id_: str) -> Context:
         unready = self._reading.get(id_) or self._failed.get(id_)
-        return unready.context() if unready is not None else self._ready(self._record(id_))
+        if unready is not None:
+            return unready.context()
+        record = self._folder.find(id_)
+        if record is None:
+            self._memory.pop(id_, None)
+            raise _unknown(id_)
+        return self._ready(record)
 
     async def create(self, text: str, name: str) -> Context:
         """Starts to prefill a text."""
@@ -288,25 +294,9 @@ class ContextStore:
             self._memory.popitem(last=False)
             self.dropped += 1
 
-    def _record(self, id_: str) -> Record:
-        record = self._folder.find(id_)
-        if record is None:
-            self._memory.pop(id_, None)
-            raise _unknown(id_)
-        return record
-
     def _ready(self, record: Record) -> Context:
-        return Context(
-            id=record.id,
-            name=record.name,
-            created_at=record.created_at,
-            status="ready",
-            tokens=record.tokens,
-            tokens_read=record.tokens,
-            nbytes=record.nbytes,
-            in_memory=record.id in self._memory,
-            parent=record.parent,
-        )
+        in_memory = record.id in self._memory
+        return Context(**asdict(record), status="ready", tokens_read=record.tokens, in_memory=in_memory)
 
 
 def _unknown(id_: str) -> ApiError:
