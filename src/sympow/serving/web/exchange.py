@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sympow.serving.engine.completion import Completion, Event, Result, Usage
@@ -112,7 +112,7 @@ class Exchange:
         self.fail(disconnected())
 
 
-class StreamedAnswer(Response):
+class StreamedAnswer(StreamingResponse):
     """A stream of server-sent events, one for each piece of generated text; an error is an event that ends the stream.
 
     Args:
@@ -122,26 +122,17 @@ class StreamedAnswer(Response):
     """
 
     def __init__(self, exchange: Exchange, answer: Answer, *, include_usage: bool) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
-        del self.headers["content-length"]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._contents(), media_type="text/event-stream", headers=headers)
         self._exchange, self._answer, self._include_usage = exchange, answer, include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The stream itself tells the client of the exchange's error, and a connection that was closed while data was
         # sent is no failure of the server.
         with self._exchange, suppress(ApiError, OSError):
-            await self._exchange.run(self._send(send), patience=LAST_WORDS)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for content in self._contents():
-            await send({"type": "http.response.body", "body": f"data: {content}\n\n".encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            await self._exchange.run(self.stream_response(send), patience=LAST_WORDS)
 
     async def _contents(self) -> AsyncIterator[str]:
-        """The data of each event."""
         usages: dict[int, Usage] = {}
         for index in range(len(self._exchange.completions)):
             if opening := self._answer.opening(index):
@@ -151,7 +142,7 @@ class StreamedAnswer(Response):
             if event.finish_reason in ("error", "cancelled"):
                 error = error or failed(event.error or "the request was cancelled")
             if error is not None:
-                yield json.dumps(error.body())
+                yield _server_sent(error.body())
                 return
             if event.usage is not None:
                 usages[index] = event.usage
@@ -163,16 +154,20 @@ class StreamedAnswer(Response):
             if written is not None:
                 yield written
         if self._include_usage:
-            yield json.dumps(self._answer.closing([usages[index] for index in sorted(usages)]))
-        yield "[DONE]"
+            yield _server_sent(self._answer.closing([usages[index] for index in sorted(usages)]))
+        yield "data: [DONE]\n\n"
 
     def _written_event(self, index: int, event: Event) -> str | None:
-        """The data of an event; None if it has nothing for the client."""
+        """An event as it is sent; None if it has nothing for the client."""
         chunk = self._answer.chunk(index, event)
         return None if chunk is None else self._written(chunk)
 
     def _written(self, chunk: dict[str, Any]) -> str:
-        return json.dumps(chunk | {"usage": None} if self._include_usage else chunk)
+        return _server_sent(chunk | {"usage": None} if self._include_usage else chunk)
+
+
+def _server_sent(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
 
 
 async def _merged(completions: Sequence[Completion]) -> AsyncIterator[tuple[int, Event]]:
