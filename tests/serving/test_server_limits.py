@@ -20,8 +20,8 @@ from sympow.serving.engine.engine import Engine
 from sympow.serving.web.app import create_app
 from sympow.serving.web.context_folder import ContextFolder
 from sympow.serving.web.context_store import ContextStore
-from sympow.serving.web.gatekeeping import allowed_hosts
-from sympow.serving.web.openai import ServerOptions, Service
+from sympow.serving.web.gatekeeping import ServerOptions, allowed_hosts
+from sympow.serving.web.openai import Service
 
 GREEDY = Sampling(temperature=0)
 BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")

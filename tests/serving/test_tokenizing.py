@@ -21,7 +21,8 @@ from sympow.serving.web.app import create_app
 from sympow.serving.web.context_folder import ContextFolder
 from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.errors import ApiError
-from sympow.serving.web.openai import ServerOptions, Service
+from sympow.serving.web.gatekeeping import ServerOptions
+from sympow.serving.web.openai import Service
 
 LONG = "words " * 200_000
 PATIENCE = 60

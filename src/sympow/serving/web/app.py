@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -95,16 +96,7 @@ def create_app(service: Service) -> ASGIApp:
     contexts.add_routes(app, service)
     _add_monitoring(app, service)
     page = _add_page(app)
-    options = service.options
-    return Gatekeeper(
-        app,
-        keys=options.api_keys,
-        public=("/health", *page),
-        hosts=options.hosts,
-        max_body=options.max_body,
-        counts=service.counts,
-        routes=ROUTES,
-    )
+    return Gatekeeper(app, service.options, service.counts, public=("/health", *page), routes=ROUTES)
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -121,7 +113,8 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_monitoring(app: FastAPI, service: Service) -> None:
-    registry = ServerMetrics(service.engine, service.contexts, service.counts).registry()
+    registry = CollectorRegistry()
+    registry.register(ServerMetrics(service.engine, service.contexts, service.counts))
 
     # Some probes send HEAD. A route for both methods would have one operation id for both in /openapi.json.
     @app.head("/health", include_in_schema=False)

@@ -30,6 +30,26 @@ HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 HOSTLESS = ("/health",)
 
 
+@dataclass(frozen=True)
+class ServerOptions:
+    """Limits of the server.
+
+    Attributes:
+        api_keys: API keys, of which a request must send one; empty: no key is needed.
+        hosts: names that the Host header may have; None: any. This prevents DNS rebinding, with which a page of another
+            site could read responses.
+        max_body: the most bytes of a request body.
+        max_tokens: the largest max_tokens of a request.
+        timeout: seconds that a request may take after its body has arrived.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = None
+    max_body: int = 2**26
+    max_tokens: int = 2**16
+    timeout: float = 600.0
+
+
 @dataclass
 class HttpCounts:
     """Counts of responses by route and status, of open requests, and of requests whose clients disconnected."""
@@ -47,29 +67,23 @@ class Gatekeeper:
 
     Args:
         app: the application, which gets the requests that pass.
-        keys: API keys, of which a request must send one; empty: no key is needed.
-        public: paths that need no key.
-        hosts: names that the Host header may have; None: any. This prevents DNS rebinding, with which a page of another
-            site could read responses.
-        max_body: the most bytes of a body.
+        options: which keys and hosts it lets in, and how long a body.
         counts: counts responses.
+        public: paths that need no key.
         routes: paths with a counter of their own.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        *,
-        keys: Sequence[str],
-        public: Collection[str],
-        hosts: Collection[str] | None,
-        max_body: int,
+        options: ServerOptions,
         counts: HttpCounts,
+        *,
+        public: Collection[str],
         routes: Collection[str],
     ) -> None:
-        self._app, self._public, self._hosts, self._max_body = app, public, hosts, max_body
-        self._digests = [_digest(key.encode()) for key in keys]
-        self._counts, self._routes = counts, routes
+        self._app, self._options, self._counts, self._public, self._routes = app, options, counts, public, routes
+        self._digests = [_digest(key.encode()) for key in options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,9 +107,9 @@ class Gatekeeper:
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        body = _Body(receive, self._max_body)
+        body = _Body(receive, self._options.max_body)
         refusal = self._refusal(scope["method"], scope["path"], headers)
-        if refusal is None and _content_length(headers) > self._max_body:
+        if refusal is None and _content_length(headers) > self._options.max_body:
             refusal = body.too_large()
         if refusal is not None:
             await body.drain()
@@ -104,8 +118,8 @@ class Gatekeeper:
         await self._app(scope, body.receive, send)
 
     def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
-        host = headers.get("host", "")
-        if path not in HOSTLESS and self._hosts is not None and _without_port(host) not in self._hosts:
+        host, known = headers.get("host", ""), self._options.hosts
+        if path not in HOSTLESS and known is not None and _without_port(host) not in known:
             message = f"this server does not go by the name {host[:100]!r}; its option --allow-host adds names"
             return ApiError(403, message, "permission_error", code="unknown_host")
         if method not in ("GET", "HEAD", "OPTIONS") and _is_of_another_site(headers, host):

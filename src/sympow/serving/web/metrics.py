@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,15 +23,6 @@ class ServerMetrics(Collector):
     engine: Engine
     contexts: ContextStore
     http: HttpCounts
-
-    def registry(self) -> CollectorRegistry:
-        registry = CollectorRegistry()
-        registry.register(self)
-        return registry
-
-    def describe(self) -> list[Metric]:
-        # Registering collects otherwise, before there is an event loop.
-        return []
 
     def collect(self) -> Iterator[Metric]:
         stats, contexts, http = self.engine.stats(), self.contexts, self.http

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -29,7 +29,7 @@ from sympow.serving.web.bodies import ChatBody, CompletionBody, GenerationBody, 
 from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.errors import ApiError, given_by_client, stopping
 from sympow.serving.web.exchange import Exchange, StreamedAnswer
-from sympow.serving.web.gatekeeping import HttpCounts
+from sympow.serving.web.gatekeeping import HttpCounts, ServerOptions
 
 # The most log-probabilities of one response, which take some 100 MB in memory, and as many as text.
 MOST_LOGPROBS = 2**20
@@ -37,25 +37,6 @@ MOST_LOGPROBS = 2**20
 LONG_PROMPTS = 2**16
 # Threads that tokenize shorter prompts.
 TOKENIZING_THREADS = 2
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Limits of the server.
-
-    Attributes:
-        api_keys: API keys, of which a request must send one; empty: no key is needed.
-        hosts: names that the Host header may have; None: any.
-        max_body: the most bytes of a request body.
-        max_tokens: the largest max_tokens of a request.
-        timeout: seconds that a request may take after its body has arrived.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    hosts: frozenset[str] | None = None
-    max_body: int = 2**26
-    max_tokens: int = 2**16
-    timeout: float = 600.0
 
 
 class Service:
