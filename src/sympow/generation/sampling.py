@@ -16,6 +16,8 @@ from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 
+NOT_FINITE = "the model's logits are NaN or infinite: a parameter is, or the model's dtype overflows on this text"
+
 
 class NonFiniteLogitsError(StoppedError, ArithmeticError):
     """A model's logits are NaN or infinite, so that no token can be sampled from them."""
@@ -154,11 +156,14 @@ def generate(
     stops = torch.tensor([stop] if isinstance(stop, int) else sorted(stop or ()))
     for number in range(tokens):
         token = sampling.choose(decoder.logits, decoder.seen, generator)
-        transfer = _HostCopy(token, decoder.logits)
+        # The largest logit of a row is NaN or infinite if any is NaN or +∞, or all are −∞.
+        copy = HostCopy(torch.stack([token, decoder.logits.amax(-1).isfinite().to(token.dtype)]))
         more = number + 1 < tokens
         if more and device.type == "cuda":
             decoder.step(token)
-        known = transfer.wait()
+        known, finite = copy.wait()[0]
+        if not finite.all():
+            raise NonFiniteLogitsError(NOT_FINITE)
         yield known
         if stop is not None:
             ended |= torch.isin(known, stops)
@@ -168,28 +173,17 @@ def generate(
             decoder.step(token)
 
 
-class _HostCopy:
-    """An asynchronous copy of sampled tokens to the host, with whether their logits were finite.
+class HostCopy:
+    """An asynchronous copy of tensors to the host."""
 
-    Args:
-        token: (b,).
-        logits: from which they were sampled, (b, vocabulary).
-    """
-
-    def __init__(self, token: Tensor, logits: Tensor) -> None:
-        # The largest logit of a row is NaN or infinite if any is NaN or +∞, or all are −∞.
-        broken = ~logits.amax(-1).isfinite().all()
-        self._copy = torch.cat([token, broken.to(token.dtype).unsqueeze(0)]).to("cpu", non_blocking=True)
-        self._arrival = torch.cuda.Event() if token.is_cuda else None
+    def __init__(self, *tensors: Tensor) -> None:
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._arrival = torch.cuda.Event() if tensors[0].is_cuda else None
         if self._arrival is not None:
             self._arrival.record()
 
-    def wait(self) -> Tensor:
-        """The tokens, once the copy is complete. Does not wait for work that was launched after it."""
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are complete. Does not wait for work that was launched after them."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        if self._copy[-1]:
-            raise NonFiniteLogitsError(
-                "the model's logits are NaN or infinite: a parameter is, or the model's dtype overflows on this text"
-            )
-        return self._copy[:-1]
+        return self._copies

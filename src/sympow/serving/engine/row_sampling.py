@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sympow.generation.decoder import CapturedCall
-from sympow.generation.sampling import Sampling
+from sympow.generation.sampling import HostCopy, Sampling
 
 
 class Settings(NamedTuple):
@@ -160,8 +160,8 @@ class RowSampler:
             call = partial(self._choose, batch_rows, needs)
             self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
         self._calls[key]()
-        chosen = [self._chosen[:rows]]
-        return Transfer([*chosen, self._logprobs[:rows], self._likely[:rows]] if needs.logprobs else chosen)
+        chosen = self._chosen[:rows]
+        return Transfer(chosen, self._logprobs[:rows], self._likely[:rows]) if needs.logprobs else Transfer(chosen)
 
     def close(self) -> None:
         """Drops the captured graphs, which refer to the sampler, so that its memory can be freed."""
@@ -199,22 +199,17 @@ class RowSampler:
 
 
 class Transfer:
-    """An asynchronous copy of sampled tokens to the host."""
+    """Sampled tokens, and log-probabilities if a row asked for them, on their way to the host."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._arrival = torch.cuda.Event() if tensors[0].is_cuda else None
-        if self._arrival is not None:
-            self._arrival.record()
+    def __init__(self, *tensors: Tensor) -> None:
+        self._copy = HostCopy(*tensors)
 
     def wait(self) -> list[Choice]:
         """Waits for the copy, and not for kernels launched after it; returns one choice per row."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        chosen = self._copies[0].tolist()
-        if len(self._copies) == 1:
+        chosen, *known = (copy.tolist() for copy in self._copy.wait())
+        if not known:
             return [Choice(token, bool(finite), None, ()) for token, finite in chosen]
-        rows = zip(chosen, self._copies[1].tolist(), self._copies[2].tolist(), strict=True)
+        rows = zip(chosen, *known, strict=True)
         return [
             Choice(token, bool(finite), logprobs[0], tuple(zip(likely, logprobs[1:], strict=True)))
             for (token, finite), logprobs, likely in rows
