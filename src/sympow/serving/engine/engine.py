@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -39,13 +40,12 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel, stop_strings
 from sympow.ops.window import CAPACITY
 from sympow.serving.engine.completion import Completion, Prefilling
-from sympow.serving.engine.prefill_graphs import PrefillGraphs, unsupported_reason
+from sympow.serving.engine.prefill_graphs import PrefillGraphs, StateBuffer, unsupported_reason
 from sympow.serving.engine.prefix_cache import TOKEN_TYPE, PrefixCache
 from sympow.serving.engine.request import ContextPrefill, Request
 from sympow.serving.engine.row_sampling import RowSampler
-from sympow.serving.engine.scheduler import TTFT_BUCKETS, Scheduler
+from sympow.serving.engine.scheduler import Counts, Scheduler
 from sympow.serving.engine.slots import Slots
-from sympow.serving.engine.state_buffer import StateBuffer
 
 # The largest `logprobs` of a request.
 MAX_LOGPROBS = 20
@@ -56,9 +56,9 @@ GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
 CPU_STEP_ROWS = 16
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Gauges of the engine's present state, and counters since its start.
+@dataclass(kw_only=True)
+class EngineStats(Counts):
+    """Gauges of the engine's present state beside the counters since its start.
 
     Attributes:
         slots: the number of slots.
@@ -67,14 +67,6 @@ class EngineStats:
         queued: requests that wait for a slot.
         max_queue: the most requests that may wait.
         slot_nbytes: bytes of one slot.
-        submitted, rejected: requests accepted, and refused because the queue was full.
-        finished: ended requests by finish reason.
-        prompt_tokens: tokens that were prefilled, without those from the prefix cache.
-        generated_tokens: tokens that were generated.
-        steps: decoding steps.
-        ttft_counts: histogram of the time to first token: entry i counts requests above bound i − 1 and up to bound i
-            of `TTFT_BUCKETS`; the last entry counts requests above all bounds.
-        ttft_sum: sum of the time to first token over all requests, in seconds.
         prefix_hits, prefix_misses: prompts that did or did not start from the prefix cache.
         prefix_hit_tokens: prompt tokens that needed no prefill because of the prefix cache.
         prefix_entries, prefix_nbytes: states in the prefix cache, and their bytes.
@@ -87,20 +79,12 @@ class EngineStats:
     queued: int
     max_queue: int
     slot_nbytes: int
-    submitted: int = 0
-    rejected: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    ttft_counts: tuple[int, ...] = (0,) * (len(TTFT_BUCKETS) + 1)
-    ttft_sum: float = 0.0
-    prefix_hits: int = 0
-    prefix_misses: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_entries: int = 0
-    prefix_nbytes: int = 0
-    prefix_budget: int = 0
+    prefix_hits: int
+    prefix_misses: int
+    prefix_hit_tokens: int
+    prefix_entries: int
+    prefix_nbytes: int
+    prefix_budget: int
 
 
 class Engine:
@@ -342,20 +326,13 @@ class Engine:
         """Gauges and counters, for monitoring."""
         worker, cache = self._scheduler, self._scheduler.cache
         return EngineStats(
+            **vars(deepcopy(worker.counts)),
             slots=self.slots,
             running=worker.running,
             prefilling=worker.prefilling,
             queued=worker.queued,
             max_queue=self._max_queue,
             slot_nbytes=self._slot_nbytes,
-            submitted=worker.counts["submitted"],
-            rejected=worker.counts["rejected"],
-            finished=dict(worker.finished),
-            prompt_tokens=worker.counts["prompt_tokens"],
-            generated_tokens=worker.counts["generated_tokens"],
-            steps=worker.counts["steps"],
-            ttft_counts=tuple(worker.ttft_counts),
-            ttft_sum=worker.ttft_sum,
             prefix_hits=cache.hits,
             prefix_misses=cache.misses,
             prefix_hit_tokens=cache.hit_tokens,

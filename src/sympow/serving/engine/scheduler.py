@@ -13,13 +13,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import clear_frames
 
 import torch
 
-from sympow.generation.sampling import Sampling
+from sympow.generation.sampling import NOT_FINITE, Sampling
 from sympow.model.gpt import GPT
 from sympow.serving.engine.completion import Event, FinishReason
 from sympow.serving.engine.launches import Launches, mark_now
@@ -34,6 +34,31 @@ TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 
 # Texts of several segments that are prefilled in turns. Each holds a state beside those of the slots.
 TEXTS_IN_TURN = 4
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What the worker has counted since its start.
+
+    Attributes:
+        submitted, rejected: requests accepted, and refused because the queue was full.
+        finished: ended requests by finish reason.
+        prompt_tokens: tokens that were prefilled, without those from the prefix cache.
+        generated_tokens: tokens that were generated.
+        steps: decoding steps.
+        ttft_counts: histogram of the time to first token: entry i counts requests above bound i − 1 and up to bound i
+            of `TTFT_BUCKETS`; the last entry counts requests above all bounds.
+        ttft_sum: sum of the time to first token over all requests, in seconds.
+    """
+
+    submitted: int = 0
+    rejected: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    ttft_counts: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
+    ttft_sum: float = 0.0
 
 
 class QueueFullError(RuntimeError):
@@ -78,16 +103,14 @@ class Scheduler:
         self._arrived: deque[ContextPrefill] = deque()
         self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._cancelled = self._closing = self._aborting = False
-        self._failure: BaseException | None = None
+        # What ended the worker; None if it runs or was closed.
+        self.failure: BaseException | None = None
         self._in_flight = 0
         self._turns: deque[Request | ContextPrefill] = deque()
         # Texts of several segments that wait to begin while `TEXTS_IN_TURN` others are in prefill.
         self._put_off: deque[Request | ContextPrefill] = deque()
         self._rows: list[Request | None] = [None] * rows
-        self.counts: Counter[str] = Counter()
-        self.finished: Counter[str] = Counter()
-        self.ttft_counts = [0] * (len(TTFT_BUCKETS) + 1)
-        self.ttft_sum = 0.0
+        self.counts = Counts()
         self._thread = threading.Thread(target=self._run, name="sympow-engine", daemon=True)
         self._thread.start()
 
@@ -97,9 +120,9 @@ class Scheduler:
         with self._changed:
             self.check_open()
             if self._in_flight >= self._limit:
-                self.counts["rejected"] += 1
+                self.counts.rejected += 1
                 raise QueueFullError(f"{self._in_flight} requests run or wait already, as many as this engine takes")
-            self.counts["submitted"] += 1
+            self.counts.submitted += 1
             self._in_flight += 1
             self._queue.append(request)
             self._changed.notify()
@@ -151,15 +174,11 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return not self._closing and self._failure is None
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._failure
+        return not self._closing and self.failure is None
 
     def check_open(self) -> None:
-        if self._failure is not None:
-            raise EngineClosedError(f"the engine's worker has failed: {self._failure!r}")
+        if self.failure is not None:
+            raise EngineClosedError(f"the engine's worker has failed: {self.failure!r}")
         if self._closing:
             raise EngineClosedError("the engine is closed")
 
@@ -176,7 +195,7 @@ class Scheduler:
                     self._prefill()
                     self._decode()
         except Exception as error:  # noqa: BLE001 - every caller who waits is told
-            self._failure = error
+            self.failure = error
             _clear_frames(error)
         finally:
             self._end_all()
@@ -261,7 +280,7 @@ class Scheduler:
             try:
                 if length:
                     work.advance(self._model, self.cache, self._prefill_graphs)
-                    self.counts["prompt_tokens"] += length
+                    self.counts.prompt_tokens += length
                 self._launches.add(partial(self._report, work, work.position))
                 if work not in self._turns:
                     # Reporting its progress raised, which ended the context.
@@ -323,7 +342,7 @@ class Scheduler:
         if overlapped and any(r is not None and r.generated + 1 < r.max_tokens for r in self._rows):
             self._slots.step(rows)
         choices = transfer.wait()
-        self.counts["steps"] += 1
+        self.counts.steps += 1
         for row, request in enumerate(self._rows[:rows]):
             if request is not None:
                 self._deliver(row, request, choices[row])
@@ -347,10 +366,9 @@ class Scheduler:
     def _deliver(self, row: int, request: Request, choice: Choice) -> None:
         if not choice.finite:
             self._release(row)
-            message = "the model's logits are NaN or infinite: a parameter is, or its dtype overflows on this text"
-            self._end(request, _failed(message))
+            self._end(request, _failed(NOT_FINITE))
             return
-        self.counts["generated_tokens"] += 1
+        self.counts.generated_tokens += 1
         try:
             event = request.take(choice)
         except Exception as error:  # noqa: BLE001 - a tokenizer's, on this text alone; its caller is told
@@ -365,8 +383,8 @@ class Scheduler:
         if request.generated == 1:
             assert request.handle.first_token_at is not None
             seconds = request.handle.first_token_at - request.handle.created
-            self.ttft_sum += seconds
-            self.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
+            self.counts.ttft_sum += seconds
+            self.counts.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
 
     def warm_up(self) -> None:
         """Does the work of `Engine.warm_up`; called in the worker, while no request runs."""
@@ -421,7 +439,7 @@ class Scheduler:
             return
         with self._changed:
             self._in_flight -= 1
-        self.finished[last.finish_reason] += 1
+        self.counts.finished[last.finish_reason] += 1
         work.end(last)
 
     def _end_all(self) -> None:
@@ -437,8 +455,8 @@ class Scheduler:
             self._rows = [None] * len(self._rows)
             tasks = list(self._tasks)
             self._tasks.clear()
-        reason: FinishReason = "cancelled" if self._failure is None else "error"
-        message = None if self._failure is None else f"the engine's worker has failed: {self._failure!r}"
+        reason: FinishReason = "cancelled" if self.failure is None else "error"
+        message = None if self.failure is None else f"the engine's worker has failed: {self.failure!r}"
         for work in left:
             self._end(work, Event(finish_reason=reason, error=message))
         for _, future in tasks:
