@@ -10,50 +10,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 
-class Mark(Protocol):
-    """A point on the device's stream, as `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has reached it."""
-
-
-class _Passed:
-    """A mark on a device that computes before a launch returns."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-def mark_now(device: torch.device) -> Mark:
-    """A mark after everything launched so far on the current stream of a device."""
-    if device.type != "cuda":
-        return _Passed()
-    mark = torch.cuda.Event()
-    mark.record(torch.cuda.current_stream(device))
-    return mark
+def mark_now(device: torch.device) -> torch.cuda.Event | None:
+    """A mark after everything launched so far on the current stream of a device; None: it is computed already."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class Launches:
     """Launched segments in order, with callbacks for when they are computed.
 
     Args:
-        mark: makes a mark after everything launched so far.
+        mark: makes a mark, as `mark_now`.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+    def __init__(self, mark: Callable[[], torch.cuda.Event | None]) -> None:
         self._mark = mark
-        self._under_way: deque[tuple[Mark, Callable[[], None]]] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event | None, Callable[[], None]]] = deque()
         self._in_round = 0
 
     def __len__(self) -> int:
@@ -84,7 +59,11 @@ class Launches:
 
     def _wait(self, most: int) -> None:
         """Waits until at most `most` segments are not computed, and calls the callbacks of the others."""
-        while self._under_way and (len(self._under_way) > most or self._under_way[0][0].query()):
-            mark, when_done = self._under_way.popleft()
-            mark.synchronize()
+        while self._under_way:
+            mark, when_done = self._under_way[0]
+            if mark is not None and not mark.query():
+                if len(self._under_way) <= most:
+                    return
+                mark.synchronize()
+            self._under_way.popleft()
             when_done()
