@@ -28,9 +28,9 @@ from sympow.serving import (
     RequestError,
 )
 from sympow.serving.engine import prefill_graphs, row_sampling, slots
+from sympow.serving.engine.prefill_graphs import StateBuffer
 from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.request import Prefill
-from sympow.serving.engine.state_buffer import StateBuffer
 
 BOUNDARY = ByteTokenizer.boundary
 SETTINGS = (

@@ -20,9 +20,8 @@ from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
 from sympow.serving import Engine
 from sympow.serving.engine import prefill_graphs
-from sympow.serving.engine.prefill_graphs import PrefillGraphs, recorded_lengths, unsupported_reason
+from sympow.serving.engine.prefill_graphs import PrefillGraphs, StateBuffer, recorded_lengths, unsupported_reason
 from sympow.serving.engine.slots import Slots
-from sympow.serving.engine.state_buffer import StateBuffer
 
 KINDS = [
     pytest.param({}, id="conformal"),

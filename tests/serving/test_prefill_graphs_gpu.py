@@ -12,10 +12,9 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.ops.state import State
 from sympow.serving import Engine
-from sympow.serving.engine.prefill_graphs import SHORTEST, PrefillGraphs, unsupported_reason
+from sympow.serving.engine.prefill_graphs import SHORTEST, PrefillGraphs, StateBuffer, unsupported_reason
 from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.request import Prefill
-from sympow.serving.engine.state_buffer import StateBuffer
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 257

@@ -8,7 +8,7 @@ same numbers. By default they are cached until they would take more memory than 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
 from sympow.layers.rotations import NoRotation
 from sympow.model.gpt import ModelState
 from sympow.ops.key_value_cache import KeyValueCache
+from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
 from sympow.ops.window import CAPACITY, Window
@@ -269,6 +270,25 @@ def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, devi
     )
     window.conv_state = mixer.initial_conv_state(batch, dtype, device)
     return window
+
+
+def empty_state(mixer: ConformalAttention, batch: int, dtype: torch.dtype) -> State:
+    """The state of one layer before the first token.
+
+    Args:
+        dtype: of queries, keys and values.
+    """
+    state = State.zeros(
+        batch,
+        mixer.key_value_heads,
+        mixer.head_dim,
+        mixer.head_dim,
+        mixer.power,
+        rotated=not isinstance(mixer.rotation, NoRotation),
+        dtype=compute_dtype(dtype),
+        device=mixer.device,
+    )
+    return replace(state, conv_state=mixer.initial_conv_state(batch, dtype, mixer.device))
 
 
 def _offloaded(model: Model) -> bool:

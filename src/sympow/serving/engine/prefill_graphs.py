@@ -3,7 +3,7 @@
 A segment of the 124M model launches 600 kernels, and launching them one by one takes the host ten times as long as an
 H200 takes to run them. A graph has fixed shapes, so there is one graph for each of a few lengths, and a segment is
 padded to the next length under a mask. A graph also reads and writes fixed addresses, so the state is copied in before
-a call and out after it. Before the first token the state is zero, which gives the same result as no state.
+a call and out after it (`StateBuffer`). Before the first token the state is zero, which gives the same result as none.
 
 The length of a segment alone determines which graph computes it, so rounding does not depend on which graphs were
 captured or on other requests.
@@ -17,11 +17,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sympow.errors import ArgumentError
+from sympow.errors import ArgumentError, ArgumentTypeError
+from sympow.generation.cache import empty_state
 from sympow.generation.decoder import CapturedCall
+from sympow.layers.mixers import ConformalAttention, LayerState
 from sympow.model.gpt import GPT, ModelState
+from sympow.ops.compilation import conv_shape
+from sympow.ops.state import State
 from sympow.ops.validation import values_are_checked_on_devices
-from sympow.serving.engine.state_buffer import StateBuffer
 
 # The shortest captured length. Kernels work on tiles of this many tokens, so shorter segments would take no less time.
 SHORTEST = 128
@@ -57,6 +60,65 @@ def unsupported_reason(model: GPT) -> str | None:
     return None
 
 
+class StateBuffer:
+    """The state of one sequence at a fixed place in memory, where graphs read and write it; zero at first.
+
+    Graphs that run one after the other can share one. Copies in and out are one launch for all layers.
+
+    Args:
+        model: with symmetric power attention.
+
+    Attributes:
+        layers: the state, whose tensors stay where they are.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        mixers, dtype = [block.mixer for block in model.blocks], model.embedding.weight.dtype
+        self.layers = tuple(empty_state(mixer, 1, dtype) for mixer in mixers if isinstance(mixer, ConformalAttention))
+        assert len(self.layers) == len(mixers)
+
+    def load(self, state: ModelState | None) -> None:
+        """Copies a state into the buffer; None: that before the first token.
+
+        Raises:
+            ValueError, TypeError: the state is that of another model, or holds keys and values.
+        """
+        if state is None:
+            for group in _by_member(self.layers):
+                torch._foreach_zero_(group)
+        else:
+            self._check(state)
+            _copy(state, self.layers)
+
+    def load_layer(self, number: int, layer: LayerState) -> None:
+        """Copies the state of one layer into the buffer; of the same model, which is not checked."""
+        assert isinstance(layer, State)
+        _copy((layer,), self.layers[number : number + 1])
+
+    def copy(self) -> ModelState:
+        """A copy of what is in the buffer."""
+        copied = tuple(layer._map(torch.empty_like) for layer in self.layers)
+        _copy(self.layers, copied)
+        return copied
+
+    def _check(self, state: ModelState) -> None:
+        """Refuses what a copy might broadcast."""
+        if len(state) != len(self.layers):
+            raise ArgumentError("state", f"must have an entry for each of {len(self.layers)} layers, got {len(state)}")
+        for number, (layer, own) in enumerate(zip(state, self.layers, strict=True)):
+            if not isinstance(layer, State):
+                raise ArgumentTypeError(
+                    "state", f"must hold a State for each layer, got {type(layer).__name__} for layer {number}"
+                )
+            kinds = [(x.power, x.key_dim, tuple(x.kv.shape), x.phase is not None, conv_shape(x)) for x in (layer, own)]
+            if kinds[0] != kinds[1]:
+                raise ArgumentError(
+                    "state",
+                    "must agree with the model in (power, key dim, shape of kv, rotated, short_conv); "
+                    f"layer {number} has {kinds[0]}, expected {kinds[1]}",
+                )
+
+
 class PrefillGraphs:
     """Prefills segments of one sequence, with a captured graph for each of a few lengths.
 
@@ -70,7 +132,6 @@ class PrefillGraphs:
 
     Attributes:
         lengths: the lengths that segments are padded to.
-        pool: the memory pool that all graphs share; None on a CPU.
     """
 
     def __init__(self, model: GPT, segment_size: int, buffer: StateBuffer) -> None:
@@ -84,17 +145,12 @@ class PrefillGraphs:
         self._features = torch.zeros(1, segment_size, model.config.width, dtype=weight.dtype, device=device)
         capture = weight.is_cuda
         # Graphs write their results to the buffers above, so that all graphs can share one pool.
-        self.pool = torch.cuda.graph_pool_handle() if capture else None
+        pool = torch.cuda.graph_pool_handle() if capture else None
         # Not lambdas: the traceback of an error would keep the buffers alive through them.
         self._calls = {
-            length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=self.pool, optional=True)
+            length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=pool, optional=True)
             for length in self.lengths
         }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, without the state's buffer and the pool."""
-        return sum(x.nbytes for x in (self._positions, self._tokens, self._count, self._features))
 
     def padded(self, count: int) -> int:
         """The length that a segment of `count` tokens is padded to."""
@@ -146,3 +202,14 @@ class PrefillGraphs:
             self._tokens[:, :length], self._buffer.layers, mask=mask, take_state=self._buffer.load_layer
         )
         self._features[:, :length] = features
+
+
+def _by_member(state: Sequence[State] | ModelState) -> list[list[Tensor]]:
+    """The tensors of all layers, grouped by what they are: each group has one dtype, and is copied in one launch."""
+    members = [layer._tensors() for layer in state]
+    return [[layer[name] for layer in members] for name in members[0]]
+
+
+def _copy(source: ModelState, target: Sequence[State] | ModelState) -> None:
+    for from_group, to_group in zip(_by_member(source), _by_member(target), strict=True):
+        torch._foreach_copy_(to_group, from_group)

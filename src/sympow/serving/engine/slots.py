@@ -9,24 +9,22 @@ Each row is folded when its own window is full.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from sympow.generation.cache import activation_dtype, fold, gates_per_pair
+from sympow.generation.cache import activation_dtype, empty_state, fold, gates_per_pair
 from sympow.generation.decoder import CapturedCall
 from sympow.generation.prefix import Prefix
 from sympow.layers.mixers import ConformalAttention, LayerCache, Mixer
 from sympow.model.gpt import GPT
 from sympow.ops.key_value_cache import KeyValueCache
-from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
 from sympow.ops.window import Window, copy_scales
-from sympow.serving.engine.state_buffer import StateBuffer
+from sympow.serving.engine.prefill_graphs import StateBuffer
 
 
 class SlotWindow(Window):
@@ -164,8 +162,7 @@ class Slots:
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
         self._put = None
         if buffer is not None:
-            put = partial(self._put_buffer)
-            self._put = CapturedCall(put, capture=self._capture, pool=self._pool, optional=True)
+            self._put = CapturedCall(partial(self._put_buffer), capture=self._capture, pool=self._pool, optional=True)
 
     @property
     def nbytes(self) -> int:
@@ -286,14 +283,9 @@ def _mixers(model: GPT) -> list[Mixer]:
 
 def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context: int | None) -> LayerCache:
     """A layer's cache of `slots` sequences before their first tokens."""
-    heads, dim, device = mixer.key_value_heads, mixer.head_dim, mixer.device
-    dtype = activation_dtype(model)
-    rotated = model.config.rotary != "none"
-    conv_state = mixer.initial_conv_state(slots, dtype, device)
+    dtype, device = activation_dtype(model), mixer.device
     if isinstance(mixer, ConformalAttention):
-        kept = compute_dtype(dtype)
-        state = State.zeros(slots, heads, dim, dim, mixer.power, rotated=rotated, dtype=kept, device=device)
-        state = replace(state, conv_state=conv_state)
+        state = empty_state(mixer, slots, dtype)
         opened = Window.open(state, capacity=window, dtype=dtype, gate_per_pair=gates_per_pair(model), copy=False)
         slot_window = SlotWindow(**opened._members())
         if slot_window._backend(model.config.backend, device.type, dtype) == "triton":
@@ -301,8 +293,11 @@ def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context:
             slot_window._ensure_copy()
         return slot_window
     assert max_context is not None
+    heads, dim = mixer.key_value_heads, mixer.head_dim
     nothing = torch.zeros(slots, 0, heads, dim, dtype=dtype, device=device)
     decay = None if model.config.gating == "none" else torch.zeros(slots, 0, heads, dtype=torch.float64, device=device)
+    rotated = model.config.rotary != "none"
     phase = torch.zeros(slots, heads, dim // 2, dtype=torch.float64, device=device) if rotated else None
+    conv_state = mixer.initial_conv_state(slots, dtype, device)
     empty = KeyValueState(nothing, nothing, decay, phase, conv_state=conv_state)
     return KeyValueCache.open(empty, capacity=max_context)
