@@ -12,11 +12,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import PurePath
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -26,6 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import sympow
@@ -137,13 +137,7 @@ def _add_page(app: FastAPI) -> list[str]:
         kind = PAGE_TYPES.get(PurePath(file.name).suffix)
         if kind is not None:
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(_serves(file.read_bytes(), kind))
+            response = Response(file.read_bytes(), media_type=kind, headers=PAGE_HEADERS)
+            app.router.routes.append(Route(path, response, methods=["GET"], include_in_schema=False))
             paths.append(path)
     return paths
-
-
-def _serves(content: bytes, kind: str) -> Callable[[], Any]:
-    async def serve() -> Response:
-        return Response(content, media_type=kind, headers=PAGE_HEADERS)
-
-    return serve
