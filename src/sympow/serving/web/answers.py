@@ -21,19 +21,19 @@ class TokenNames:
     """Names of tokens in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._boundary_name = getattr(tokenizer, "boundary_token", END_OF_TEXT)
 
     def name(self, token: int) -> str:
         """A token's text; "token_id:N" if it is not made of whole characters."""
-        if token == self._tokenizer.boundary:
+        if token == self.tokenizer.boundary:
             return self._boundary_name
-        text = getattr(self._tokenizer, "decode_continuation", self._tokenizer.decode)([token])
+        text = getattr(self.tokenizer, "decode_continuation", self.tokenizer.decode)([token])
         return f"token_id:{token}" if not text or REPLACEMENT in text else text
 
     def utf8(self, token: int) -> list[int] | None:
         """A token's UTF-8 bytes; None if they are not known."""
-        if isinstance(self._tokenizer, ByteTokenizer) and token != self._tokenizer.boundary:
+        if isinstance(self.tokenizer, ByteTokenizer) and token != self.tokenizer.boundary:
             return [token]
         name = self.name(token)
         return None if name == f"token_id:{token}" else list(name.encode())
@@ -45,9 +45,6 @@ class TokenNames:
             name = self.name(token)
             named[f"token_id:{token}" if name in named else name] = _finite(logprob)
         return named
-
-    def offsets(self, *, continues: bool) -> TokenOffsets:
-        return TokenOffsets(self._tokenizer, continues)
 
 
 class TokenOffsets:
@@ -155,9 +152,11 @@ class Answer:
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
             return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
-        # The first token of a text alone has no log-probability.
-        continues = not entries or entries[0].logprob is not None
-        offsets = self._offsets.setdefault(index, self._names.offsets(continues=continues))
+        if index not in self._offsets:
+            # The first token of a text alone has no log-probability.
+            continues = not entries or entries[0].logprob is not None
+            self._offsets[index] = TokenOffsets(self._names.tokenizer, continues)
+        offsets = self._offsets[index]
         tops = [self._names.names(entry.top) if entry.logprob is not None else None for entry in entries]
         return {
             "tokens": [self._names.name(entry.token) for entry in entries],
