@@ -83,23 +83,27 @@ NO_TOOLS = "this server does not call tools"
 NOT_THERE = "this server does not have it"
 
 
-class StreamOptions(BaseModel):
-    """The options of a stream."""
+class StrictModel(BaseModel):
+    """A part of a body: unknown fields are refused, and values of other types are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(StrictModel):
+    """The options of a stream."""
 
     include_usage: bool = False
     # Padding against traffic analysis, which this server does not add.
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(StrictModel):
     """The fields that completions and chats share.
 
     The fields from `top_k` on are this server's own; OpenAI's client sends them with `extra_body`.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 
     # Of the response.
     form: ClassVar[Form]
@@ -199,10 +203,8 @@ class CompletionBody(GenerationBody):
         return super().options() | {"max_tokens": max_tokens, "logprobs": self.logprobs, "echo": bool(self.echo)}
 
 
-class TextPart(BaseModel):
+class TextPart(StrictModel):
     """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Annotated[Literal["text"], BeforeValidator(_part_type)]
     text: str
@@ -221,13 +223,11 @@ Content = Annotated[
 ]
 
 
-class Message(BaseModel):
+class Message(StrictModel):
     """A message of a chat.
 
     The fields from `refusal` on must be empty, as in responses, whose messages clients send back.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Content | None
@@ -252,10 +252,8 @@ class Message(BaseModel):
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
-class TextFormat(BaseModel):
+class TextFormat(StrictModel):
     """The only supported `response_format`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 
 from sympow.data.plain_text import decode
+from sympow.serving.web.bodies import StrictModel
 from sympow.serving.web.errors import ApiError, not_sent_as_json
 from sympow.serving.web.openai import Service
 
@@ -22,10 +22,8 @@ UTF8 = (b"utf-8", b"utf8")
 FORM_LIMITS: dict[str, Any] = {"max_files": 1, "max_fields": 8, "max_part_size": 2**16}
 
 
-class ContextBody(BaseModel):
+class ContextBody(StrictModel):
     """The body of `/v1/contexts` as JSON."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str
     name: str = ""
