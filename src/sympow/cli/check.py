@@ -23,9 +23,11 @@ def check(
 
     The exit code is 0 if every check passed, and 1 if one failed.
     """
+    import torch
+
     from sympow.check.accuracy import Machine, check_accuracy
     from sympow.check.installation import describe_installation, routes
-    from sympow.check.operator import describe, print_rows, progress_bar, run_bench
+    from sympow.check.operator import Setting, describe, print_rows, progress_bar, run_bench
 
     device = choose_device(device)
     machine = Machine.find(device, seed)
@@ -39,12 +41,15 @@ def check(
         typer.echo(f"{'ok    ' if outcome.passed else 'FAILED'} {outcome.name}", err=True)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if not as_json:
-        _print_outcomes(outcomes, f"{_what(machine)} against plain PyTorch in float64, seed {seed}")
+        what = f"{'Kernels' if machine.on_kernels else 'Plain PyTorch'} in {str(machine.dtype).removeprefix('torch.')}"
+        _print_outcomes(outcomes, f"{what} against plain PyTorch in float64, seed {seed}")
     rows = []
     if timing:
-        setting, contexts = _sizes(device)
+        sizes = SIZES[device]
+        setting = Setting(sizes.tokens, sizes.heads, dtype=getattr(torch, sizes.dtype), device=device)
         with progress_bar() as on_progress:
-            rows = list(run_bench(setting, contexts, ["auto"], runs=3, on_progress=on_progress))
+            # The contexts of `sympow bench`, without the shortest on a GPU.
+            rows = list(run_bench(setting, sizes.contexts[-3:], ["auto"], runs=3, on_progress=on_progress))
         if not as_json:
             print_rows(rows, describe(setting))
     if as_json:
@@ -60,22 +65,6 @@ def check(
         typer.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed")
     if failed:
         raise typer.Exit(1)
-
-
-def _what(machine: Any) -> str:
-    dtype = str(machine.dtype).removeprefix("torch.")
-    return f"Kernels in {dtype}" if machine.on_kernels else f"Plain PyTorch in {dtype}"
-
-
-def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
-    """Setting and contexts of the benchmark: those of `sympow bench`, without the shortest context on a GPU."""
-    import torch
-
-    from sympow.check.operator import Setting
-
-    sizes = SIZES[device]
-    setting = Setting(sizes.tokens, sizes.heads, dtype=getattr(torch, sizes.dtype), device=device)
-    return setting, sizes.contexts[-3:]
 
 
 def _print_installation(facts: dict[str, Any]) -> None:
