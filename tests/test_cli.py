@@ -83,6 +83,24 @@ def test_info_takes_the_model_folder_of_a_run(tmp_path):
     assert "holds no model: model.json is missing; did you mean" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("../model", "first"),
+        (".", "checkpoints"),
+        ("../../first/model/", "first"),
+        ("/model", "model"),
+        ("link", "link"),
+    ],
+)
+def test_a_model_has_the_name_of_its_run(tmp_path, monkeypatch, given, name):
+    within = tmp_path / "first" / "checkpoints"
+    within.mkdir(parents=True)
+    (within / "link").symlink_to(tmp_path / "first")
+    monkeypatch.chdir(within)
+    assert common.name_of(Path(given)) == name
+
+
 def test_info_counts_the_parameters_of_rotations():
     found = json.loads(invoke("byte-400k", "--json", "--gating", "none", "--rotary", "pairs").output)["parameters"]
     # In each of two layers W_β, width × pairs of all heads.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -111,6 +112,15 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     check_choice("dtype", dtype, ("bfloat16", "float32"))
     return device, dtype
+
+
+def name_of(folder: Path) -> str:
+    """The name of a model folder; of one called `model`, as in a run or a conversion, that of the folder around it."""
+    from sympow.train.run_folder import EXPORT
+
+    # Links keep their own names.
+    whole = Path(os.path.abspath(folder))
+    return whole.parent.name if whole.name == EXPORT and whole.parent.name else whole.name
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, device_and_dtype
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, device_and_dtype, name_of
 from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.files import check_can_write
@@ -90,7 +90,7 @@ def evaluate(
         dtype=torch.bfloat16 if dtype == "bfloat16" else None,
     )
     setting = check_probes(setting)
-    names = [_name_of(path) for path in checkpoints]
+    names = [name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise ArgumentError("checkpoints", f"must be of runs with different names, got {', '.join(names)}")
     tokenizers = [load_tokenizer(path) for path in checkpoints]
@@ -133,11 +133,3 @@ def _processes(device: str) -> Iterator[ProcessGroup | None]:
 
     with process_group(device):
         yield dist.group.WORLD
-
-
-def _name_of(checkpoint: Path) -> str:
-    """The name of the folder of a run or a conversion, given its model folder."""
-    from sympow.train.run_folder import EXPORT
-
-    path = checkpoint.resolve()
-    return path.parent.name if path.name == EXPORT else path.name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sympow.checks import check_at_least, check_finite
-from sympow.cli.common import Device, Dtype, device_and_dtype
+from sympow.cli.common import Device, Dtype, device_and_dtype, name_of
 from sympow.errors import ArgumentError
 from sympow.extras import require
 
@@ -96,7 +96,7 @@ def serve(
     with bind(host, port) as bound, TemporaryDirectory(prefix="sympow-contexts-") as temporary:
         started = time.perf_counter()
         _say(f"loading {model}")
-        text_model, name = TextModel.load(model, device, getattr(torch, dtype)), model_name or _name_of(model)
+        text_model, name = TextModel.load(model, device, getattr(torch, dtype)), model_name or name_of(model)
         parameters = sum(parameter.numel() for parameter in text_model.model.parameters())
         _say(f"loaded {name}: {parameters:,} parameters, {dtype} on {device}, {_seconds(started)}")
         engine = Engine(
@@ -130,12 +130,6 @@ def serve(
         traceback.print_exception(engine.failure)
         raise EngineClosedError("the engine has failed, as shown above")
     _say("stopped")
-
-
-def _name_of(folder: Path) -> str:
-    """The folder's name, and that of the run for a folder called `model`."""
-    whole = folder.absolute()
-    return whole.parent.name if whole.name == "model" and whole.parent.name else whole.name
 
 
 def _check_numbers(
