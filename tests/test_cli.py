@@ -101,6 +101,13 @@ def test_a_model_has_the_name_of_its_run(tmp_path, monkeypatch, given, name):
     assert common.name_of(Path(given)) == name
 
 
+def test_info_takes_every_setting_of_a_model_that_changes_its_numbers():
+    result = invoke("gpt2-124m", "--no-bias", "--mlp-ratio", "3", "--json")
+    assert result.exit_code == 0
+    config = json.loads(result.output)["config"]
+    assert (config["bias"], config["mlp_ratio"]) == (False, 3)
+
+
 def test_info_counts_the_parameters_of_rotations():
     found = json.loads(invoke("byte-400k", "--json", "--gating", "none", "--rotary", "pairs").output)["parameters"]
     # In each of two layers W_β, width × pairs of all heads.
