@@ -16,7 +16,6 @@ from sympow.errors import ArgumentError
 from sympow.extras import require
 
 if TYPE_CHECKING:
-    from sympow.serving.engine.engine import EngineStats
     from sympow.serving.web.context_folder import ContextFolder
 
 LARGEST_PORT = 65_535
@@ -82,14 +81,20 @@ def serve(
     from sympow.serving.web.openai import Service
     from sympow.serving.web.server import StoppableServer, bind, url_of
 
-    _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)
+    if not 0 <= port <= LARGEST_PORT:
+        raise ArgumentError("port", f"must be between 0 and {LARGEST_PORT}, got {port}")
+    check_at_least("context_bytes", context_bytes, 0)
+    check_at_least("max_contexts", max_contexts, 0)
+    check_finite("grace", grace)
+    if grace < 0:
+        raise ArgumentError("grace", f"must be at least 0, got {grace}")
     if model_name is not None:
         check_text("model_name", model_name)
     keys = () if api_key_file is None else tuple(read_keys(read_text(api_key_file)))
     if contexts is not None:
         check_can_write("contexts", contexts, "folder")
     device, dtype = device_and_dtype(device, dtype)
-    hosts = allowed_hosts(host, allow_host or ())
+    options = ServerOptions(keys, allowed_hosts(host, allow_host or ()), max_body, max_tokens, timeout)
     if not keys and not is_local(host):
         _say(f"anyone who can reach {host} can use this server: --api-key-file limits that")
     # The socket is bound before the model is loaded, which may take minutes.
@@ -108,7 +113,9 @@ def serve(
             prefix_cache_bytes=prefix_cache_bytes,
         )
         with engine:
-            _say(_describe_slots(engine.stats()))
+            stats = engine.stats()
+            total = stats.slots * stats.slot_nbytes
+            _say(f"{stats.slots} slots of {stats.slot_nbytes / 1e6:,.1f} MB: {total / 1e9:,.2f} GB")
             started = time.perf_counter()
             _say("warming up")
             engine.warm_up()
@@ -117,7 +124,7 @@ def serve(
             folder = ContextFolder(contexts or Path(temporary), gpt, fingerprint_of(gpt))
             _say(_describe_contexts(folder, contexts))
             store = ContextStore(engine, folder, context_bytes, max_contexts)
-            service = Service(name, engine, store, ServerOptions(keys, hosts, max_body, max_tokens, timeout))
+            service = Service(name, engine, store, options)
             server = StoppableServer(
                 create_app(service),
                 service,
@@ -130,28 +137,6 @@ def serve(
         traceback.print_exception(engine.failure)
         raise EngineClosedError("the engine has failed, as shown above")
     _say("stopped")
-
-
-def _check_numbers(
-    port: int, context_bytes: int, max_contexts: int, max_tokens: int, max_body: int, timeout: float, grace: float
-) -> None:
-    if not 0 <= port <= LARGEST_PORT:
-        raise ArgumentError("port", f"must be between 0 and {LARGEST_PORT}, got {port}")
-    check_at_least("context_bytes", context_bytes, 0)
-    check_at_least("max_contexts", max_contexts, 0)
-    check_at_least("max_tokens", max_tokens, 1)
-    check_at_least("max_body", max_body, 1)
-    check_finite("timeout", timeout)
-    check_finite("grace", grace)
-    if timeout <= 0:
-        raise ArgumentError("timeout", f"must be above 0, got {timeout}")
-    if grace < 0:
-        raise ArgumentError("grace", f"must be at least 0, got {grace}")
-
-
-def _describe_slots(stats: EngineStats) -> str:
-    total = stats.slots * stats.slot_nbytes
-    return f"{stats.slots} slots of {stats.slot_nbytes / 1e6:,.1f} MB: {total / 1e9:,.2f} GB"
 
 
 def _describe_contexts(folder: ContextFolder, given: Path | None) -> str:

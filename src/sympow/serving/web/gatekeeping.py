@@ -16,6 +16,7 @@ from ipaddress import AddressValueError, IPv6Address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sympow.checks import check_at_least, check_finite
 from sympow.errors import ArgumentError
 from sympow.serving.web.errors import ApiError, disconnected, error_response
 
@@ -48,6 +49,13 @@ class ServerOptions:
     max_body: int = 2**26
     max_tokens: int = 2**16
     timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_body", self.max_body, 1)
+        check_at_least("max_tokens", self.max_tokens, 1)
+        check_finite("timeout", self.timeout)
+        if self.timeout <= 0:
+            raise ArgumentError("timeout", f"must be above 0, got {self.timeout}")
 
 
 @dataclass
