@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreter
 import sympow
+from sympow.generation.decoder import Decoder
+from sympow.generation.prefix import Prefix
 from sympow.kernels import device_limits
 from sympow.ops import reference
 
@@ -298,3 +300,15 @@ def flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
+
+
+def decode(model: sympow.GPT, prefix: Prefix, tokens: Tensor, **options: Any) -> tuple[Tensor, Prefix]:
+    """Decodes given tokens one at a time: logits after each, (b, t, vocabulary), and the prefix after the last.
+
+    Args:
+        tokens: (b, t).
+        options: as in `Decoder`.
+    """
+    decoder = Decoder(model, prefix, tokens=tokens.shape[1], **options)
+    logits = [decoder.step(token).clone() for token in tokens.unbind(1)]
+    return torch.stack(logits, dim=1), decoder.close()

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support import decode
 from sympow import GPT, GPTConfig
 from sympow.generation import decoder as decoder_module
-from sympow.generation.decoder import CapturedCall, Decoder, decode
+from sympow.generation.decoder import CapturedCall, Decoder
 from sympow.generation.prefix import Prefix
 
 

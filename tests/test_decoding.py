@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support import assert_close
+from support import assert_close, decode
 from sympow import GPT, GPTConfig
 from sympow.generation.cache import break_even_tokens
-from sympow.generation.decoder import Decoder, decode
+from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 from sympow.ops.state import State

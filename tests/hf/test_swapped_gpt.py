@@ -13,11 +13,10 @@ from server_process import ServerProcess
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from support import assert_close
+from support import assert_close, decode
 from sympow.cli.app import app
 from sympow.data.tokenizer import ByteTokenizer, encode_continuation, ends_of
 from sympow.evaluate import loss_by_position
-from sympow.generation.decoder import decode
 from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sympow.generation.decoder import decode
+from support import decode
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.model.accounting import count_parameters, key_value_elements, other_operations, state_elements

@@ -204,15 +204,3 @@ class Decoder:
     def _step(self) -> None:
         self.logits = self._model.step(self._token, self._cache.layers)
         self.seen.scatter_(1, self._token.unsqueeze(1), True)
-
-
-def decode(model: GPT, prefix: Prefix, tokens: Tensor, **options: object) -> tuple[Tensor, Prefix]:
-    """Decodes given tokens one at a time: logits after each, (b, t, vocabulary), and the prefix after the last.
-
-    Args:
-        tokens: (b, t).
-        options: as in `Decoder`.
-    """
-    decoder = Decoder(model, prefix, tokens=tokens.shape[1], **options)  # type: ignore[arg-type]
-    logits = [decoder.step(token).clone() for token in tokens.unbind(1)]
-    return torch.stack(logits, dim=1), decoder.close()
