@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv6Address
@@ -62,12 +63,9 @@ class ServerOptions:
 class HttpCounts:
     """Counts of responses by route and status, of open requests, and of requests whose clients disconnected."""
 
-    responses: dict[tuple[str, int], int] = field(default_factory=dict)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     open: int = 0
     disconnected: int = 0
-
-    def count(self, route: str, status: int) -> None:
-        self.responses[route, status] = self.responses.get((route, status), 0) + 1
 
 
 class Gatekeeper:
@@ -104,7 +102,7 @@ class Gatekeeper:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._counts.count(route, message["status"])
+                self._counts.responses[route, message["status"]] += 1
             await send(message)
 
         self._counts.open += 1
