@@ -16,8 +16,9 @@ from sympow.errors import ArgumentError
 Form = Literal["auto", "attention", "chunked", "recurrent"]
 Backend = Literal["auto", "torch", "triton"]
 FORMS, BACKENDS = get_args(Form), get_args(Backend)
-# For larger p, float32 loses a score of 3/4 of the largest when the two are added: 0.75^64 < 2^-24.
-LARGEST_POWER = 64
+# A state loses more digits the larger p is: of p = 8 it has none left of a score of a tenth of |q||k|.
+POWERS = (2, 4, 6, 8)
+LARGEST_POWER = POWERS[-1]
 # Kernels and tables count features in 32 bits.
 MOST_FEATURES = 2**31 - 1
 
@@ -50,13 +51,15 @@ SHORT = get_args(Short)
 
 
 def check_power(power: int) -> None:
+    """Raises unless it is a power of the operator, one of `POWERS`."""
     if type(power) is int and (power < 2 or power % 2):
         raise ArgumentError(
             "power",
             f"must be even and at least 2, got {power}: only even powers make every score non-negative, "
             "and so the weights of a row a distribution",
         )
-    check_degree(power)
+    check_at_least("power", power, 2)
+    check_at_most("power", power, LARGEST_POWER, "since powers 2, 4, 6 and 8 are supported")
 
 
 def check_chunk_size(chunk_size: int | None, form: str) -> None:
@@ -93,8 +96,9 @@ def check_features(dim: int, power: int) -> None:
 
 
 def check_degree(power: int) -> None:
+    """Raises unless it is a degree of the feature map, which can be odd."""
     check_at_least("power", power, 1)
-    check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
+    check_at_most("power", power, LARGEST_POWER, "since powers from 1 to 8 are supported")
 
 
 def check_initial_gate(initial_gate: float, kind: str) -> None:

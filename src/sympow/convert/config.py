@@ -10,7 +10,14 @@ from typing import Literal
 
 from sympow.checks import Decay, NaturalInt, NonNegative, PositiveInt, check_choice, check_fields
 from sympow.errors import ArgumentError
-from sympow.settings import GATES, INITIAL_GATE, WITH_GIVEN_RATES, check_initial_gate, check_takes_rates
+from sympow.settings import (
+    GATES,
+    INITIAL_GATE,
+    WITH_GIVEN_RATES,
+    check_initial_gate,
+    check_power,
+    check_takes_rates,
+)
 from sympow.train.config import Sections, Tokens
 
 
@@ -35,6 +42,7 @@ class SwapConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_power(self.power)
         self.chosen_layers()
         check_choice("gating", self.gating, GATES)
         check_takes_rates(self.rotary)

@@ -28,9 +28,9 @@ from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights, to_full
 from sympow.ops.torch.dynamic_length import run_open_length
 from sympow.ops.torch.forms import run_late_queries, run_portable
-from sympow.ops.torch.products import query_state, update_state
+from sympow.ops.torch.products import Sums, query_state, update_state
 from sympow.ops.validation import check_documents, check_state, check_tensors, document_offsets
-from sympow.settings import BACKENDS, FORMS, Backend, Form, check_chunk_size, check_power
+from sympow.settings import BACKENDS, FORMS, Backend, Form, check_chunk_size, check_features, check_power
 
 
 @overload
@@ -98,7 +98,7 @@ def attention(
             are those of the last tokens, and y has only these.
         k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i attends to key head i // (h / h_kv).
         v: values (b, t, h_kv, e).
-        power: p, even and at least 2.
+        power: p: 2, 4, 6 or 8.
         log_gamma: log of the gates γ, none positive, −inf allowed; float32 or float64. (b, t, h_kv), or
             (b, t, h_kv, d/2) for a gate per rotated pair, each scaling its pair of every key by γ^(1/p) per step.
             None: no gating.
@@ -135,6 +135,9 @@ def attention(
     check_chunk_size(chunk_size, form)
     check_bool("return_state", return_state)
     check_tensors(q, k, v, log_gamma, beta, theta, late_queries=True)
+    with_states = initial_state is not None or return_state
+    if with_states or chunk_size is not None or form in ("chunked", "recurrent"):
+        check_features(k.shape[3], power)
     late_queries = q.shape[1] < k.shape[1]
     if late_queries:
         if cu_seqlens is not None:
@@ -151,7 +154,6 @@ def attention(
     # Autocast would run the products below in half precision, those of states included.
     with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
-        with_states = initial_state is not None or return_state
         if late_queries:
             by_scores = False if chunk_size is not None else {"auto": None, "attention": True}.get(form, False)
             y, state = run_late_queries(sequence, initial_state, return_state, by_scores, run)
@@ -334,19 +336,16 @@ def _add_past(
         past: what `past_attention` returned for earlier chunks (p = 4); None: there is one chunk.
         state: the state before the first token, or None.
     """
-    terms = []
+    weights = weight.unflatten(1, (sequence.key_heads, sequence.group))
+    sums = Sums(_by_head(y, sequence) * weights.unsqueeze(-1), weights)
     if past is not None:
         by_group = past[1].unflatten(1, (sequence.key_heads, sequence.group))
-        terms.append((_by_head(past[0][..., : sequence.value_dim], sequence), by_group))
+        sums = sums.plus(Sums(_by_head(past[0][..., : sequence.value_dim], sequence), by_group))
     if state is not None:
         kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
         queries = _by_head(sequence.q.to(torch.float32), sequence)
-        terms.append(query_state(queries, _decay(sequence), kv, normalizer, sequence.power))
-    denominator = weight.unflatten(1, (sequence.key_heads, sequence.group))
-    numerator = _by_head(y, sequence) * denominator.unsqueeze(-1)
-    for values, weights in terms:
-        numerator, denominator = numerator + values, denominator + weights
-    return divide(numerator, denominator, y.dtype)
+        sums = sums.plus(query_state(queries, _decay(sequence), kv, normalizer, sequence.power))
+    return divide(sums.numerator, sums.denominator, y.dtype)
 
 
 def _padded_for_states(sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from sympow import tensor_file
 from sympow.checks import check_at_least
 from sympow.errors import ArgumentError, UserError
 from sympow.ops.compilation import TensorRecord, check_tensor_member, conv_shape, register_as_pytree
-from sympow.settings import check_features, symmetric_dim
+from sympow.settings import check_features, check_power, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FORMAT = "sympow state 2"
@@ -48,6 +48,7 @@ class State(TensorRecord):
     conv_state: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_power(self.power)
         for name in ("kv", "normalizer"):
             check_tensor_member(name, getattr(self, name), FLOAT_DTYPES)
         if self.phase is not None:
@@ -92,6 +93,8 @@ class State(TensorRecord):
         device: torch.device | str | None = None,
     ) -> State:
         """The state before the first token."""
+        check_power(power)
+        check_features(key_dim, power)
         dim = symmetric_dim(key_dim, power)
         phase = torch.zeros(batch, heads, key_dim // 2, dtype=torch.float64, device=device) if rotated else None
         return cls(

@@ -18,11 +18,15 @@ from sympow.ops.dispatch import portable_chunk
 from sympow.ops.numerics import feature_decay, least_exponent, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
-from sympow.ops.symmetric import even_power, symmetric_power
+from sympow.ops.symmetric import symmetric_power
 from sympow.ops.torch.products import (
+    LARGEST_POWER_WITHOUT_UNITS,
+    Sums,
     attend_to_past,
+    attend_to_self,
     causal_attention,
     drop_rounding,
+    joined,
     multiply,
     query_state,
     update_state,
@@ -95,11 +99,10 @@ def chunked_form(
     chunks = slices(sequence.length, chunk_size)
     for number, tokens in enumerate(chunks, start=1):
         chunk = prepare(sequence[tokens], carry.phase, carry.exponent)
-        numerator, denominator = causal_attention(chunk.q, chunk.k, chunk.v, chunk.decay, power)
+        sums = causal_attention(chunk.q, chunk.k, chunk.v, chunk.decay, power)
         if carry.kv is not None and carry.normalizer is not None:
-            past = query_state(chunk.q, chunk.decay, carry.kv, carry.normalizer, power)
-            numerator, denominator = numerator + past[0], denominator + past[1]
-        y = divide(numerator, denominator, sequence.q.dtype)
+            sums = sums.plus(query_state(chunk.q, chunk.decay, carry.kv, carry.normalizer, power))
+        y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
         if buffer is None:
             outputs.append(y)
         else:
@@ -127,21 +130,25 @@ def recurrent_form(
     kv = carry.kv if carry.kv is not None else tokens.v.new_zeros(*heads, sequence.value_dim)
     normalizer = carry.normalizer if carry.normalizer is not None else tokens.v.new_zeros(*heads)
 
-    numerators, denominators = [], []
+    no_decay = torch.zeros_like(tokens.decay[:, :, :1])
+    outputs = []
     for i in range(sequence.length):
         key = symmetric_power(tokens.k[:, :, i], power)  # (b, h_kv, D)
-        query = symmetric_power(tokens.q[:, :, :, i], power)  # (b, h_kv, g, D)
+        query = tokens.q[:, :, :, i : i + 1]  # (b, h_kv, g, 1, d)
         value = tokens.v[:, :, i]  # (b, h_kv, e)
         gamma = feature_decay(steps[:, :, i], power, sequence.compute_dtype)
         kv = multiply(kv, gamma.unsqueeze(-1), in_place=not needs_grad)
         normalizer = multiply(normalizer, gamma, in_place=not needs_grad)
         # The past through its state; the token itself by its score, which is exact where a difference of features
         # is not. Everything with a time axis of one.
-        weights = normalizer.unsqueeze(-1)
-        past = drop_rounding((query @ kv).unsqueeze(3), query @ weights, query.detach().abs() @ weights.detach().abs())
-        score = even_power((tokens.q[:, :, :, i] * tokens.k[:, :, i].unsqueeze(2)).sum(-1), power).unsqueeze(-1)
-        numerators.append(past[0] + (score * value.unsqueeze(2)).unsqueeze(3))
-        denominators.append(past[1] + score)
+        if power > LARGEST_POWER_WITHOUT_UNITS:
+            past = query_state(query, no_decay, kv, normalizer, power)
+        else:
+            features, weights = symmetric_power(query.squeeze(3), power), normalizer.unsqueeze(-1)
+            magnitude = features.detach().abs() @ weights.detach().abs()
+            past = Sums(*drop_rounding((features @ kv).unsqueeze(3), features @ weights, magnitude))
+        own = attend_to_self(query, tokens.k[:, :, i : i + 1], tokens.v[:, :, i : i + 1], power)
+        outputs.append(past.plus(own))
         if needs_grad:
             kv = kv + key.unsqueeze(-1) * value.unsqueeze(-2)
             normalizer = normalizer + key
@@ -149,7 +156,8 @@ def recurrent_form(
             kv.addcmul_(key.unsqueeze(-1), value.unsqueeze(-2))
             normalizer.add_(key)
 
-    y = divide(torch.cat(numerators, dim=3), torch.cat(denominators, dim=3), sequence.q.dtype)
+    sums = joined(outputs, dim=3)
+    y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
     carry = Carry(tokens.exponent, kv, normalizer, tokens.phase)
     return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None
 
@@ -232,16 +240,11 @@ def _attend_late(
     tokens = prepare(sequence, carry.phase, carry.exponent)
     past, own = slice(0, sequence.length - queries), slice(sequence.length - queries, None)
     q, k, v, decay = tokens.q[:, :, :, own], tokens.k, tokens.v, tokens.decay
-    sums = [
-        causal_attention(q, k[:, :, own], v[:, :, own], decay[:, :, own], power),
-        attend_to_past(q, k[:, :, past], v[:, :, past], decay[:, :, own], decay[:, :, past], power),
-    ]
+    sums = causal_attention(q, k[:, :, own], v[:, :, own], decay[:, :, own], power)
+    sums = sums.plus(attend_to_past(q, k[:, :, past], v[:, :, past], decay[:, :, own], decay[:, :, past], power))
     if carry.kv is not None and carry.normalizer is not None:
-        sums.append(query_state(q, decay[:, :, own], carry.kv, carry.normalizer, power))
-    numerator, denominator = sums[0]
-    for values, weights in sums[1:]:
-        numerator, denominator = numerator + values, denominator + weights
-    y = divide(numerator, denominator, sequence.q.dtype)
+        sums = sums.plus(query_state(q, decay[:, :, own], carry.kv, carry.normalizer, power))
+    y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
     if not return_state:
         return y, None
     kv, normalizer = update_state(k, v, decay, carry.kv, carry.normalizer, power, in_place=False)

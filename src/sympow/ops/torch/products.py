@@ -3,8 +3,13 @@
 All work on head-major tensors, h_kv = n key heads with g query heads each:
     q (b, n, g, t, d)    k (b, n, t, d)    v (b, n, t, e)    kv (b, n, D, e)    normalizer (b, n, D)
 and on running sums of logarithms of decays, `decay` (b, n, t, 1 or d/2) in float64, from `sympow.ops.sequence.prepare`.
-Each returns numerator (b, n, g, t, e) and denominator (b, n, g, t) apart, so that contributions from several blocks
-add before the one division.
+What attends returns `Sums`, numerator and denominator apart, so that contributions from several blocks add before the
+one division.
+
+Weights are p-th powers of scores, and those of p = 6 and 8 leave the range of float32 where all scores of a row are
+small: 1e-5 to the eighth is 1e-40. The output does not change when a query is scaled, so each block of a row then takes
+its weights in a unit of its own, a power of two near its largest weight, and `Sums.plus` brings two blocks to one unit.
+To autograd units are constants, and the gradient is still exact. Lower powers need no units.
 
 No tensor of size t × t or t × D is kept: scores and features are computed in blocks of at most `BLOCK_ELEMENTS`, and
 where gradients are needed each block is recomputed in the backward pass.
@@ -12,8 +17,9 @@ where gradients are needed each block is recomputed in the backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +28,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.compilation import is_known, slices
-from sympow.ops.numerics import apply_decay, feature_decay
+from sympow.ops.numerics import apply_decay, feature_decay, power_of_two
 from sympow.ops.symmetric import even_power, symmetric_power_rows
 from sympow.settings import symmetric_dim
 
@@ -35,8 +41,51 @@ MAX_ROWS = 256
 # Rows of a tile whose decays are computed element by element, where each pair of entries has its own gate.
 PAIRWISE_ROWS = 8
 
-Sums = tuple[Tensor, Tensor]
+# Weights of higher powers are taken in units of their rows.
+LARGEST_POWER_WITHOUT_UNITS = 4
+# The exponent of the unit of a row without any weight: below every other one, also after several products by p.
+WEIGHTLESS = -(2**24)
+
+# The members of `Sums` as a block that is recomputed returns them.
+Block = tuple[Tensor, ...]
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Σ_j B_ij V_j and Σ_j B_ij over some of the tokens before each query.
+
+    Attributes:
+        numerator: (b, n, g, t, e), in units of 2^exponent.
+        denominator: (b, n, g, t), likewise.
+        exponent: (b, n, g, t) int32; None: zero.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+    exponent: Tensor | None = None
+
+    def plus(self, other: Sums) -> Sums:
+        """The sums over the tokens of both, in the larger of both units."""
+        if self.exponent is None and other.exponent is None:
+            return Sums(self.numerator + other.numerator, self.denominator + other.denominator)
+        own, its = (
+            torch.zeros_like(x.denominator, dtype=torch.int32) if x.exponent is None else x.exponent
+            for x in (self, other)
+        )
+        exponent = torch.maximum(own, its)
+        ours, theirs = self._times(own - exponent), other._times(its - exponent)
+        return Sums(ours.numerator + theirs.numerator, ours.denominator + theirs.denominator, exponent)
+
+    def _times(self, exponent: Tensor) -> Sums:
+        """The numbers of both sums times 2^exponent."""
+        factor = power_of_two(exponent, self.denominator.dtype)
+        return Sums(self.numerator * factor.unsqueeze(-1), self.denominator * factor)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Sums:
+        """The sums with a function of each tensor, whose axes it treats alike up to the last common one."""
+        exponent = None if self.exponent is None else function(self.exponent)
+        return Sums(function(self.numerator), function(self.denominator), exponent)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
@@ -55,18 +104,25 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: T
         decay, past_decay: running sums at the queries (b, n, t, ·) and at the keys (b, n, s, ·).
     """
     tiles = slices(q.shape[3], _rows_in_a_block(q, k.shape[2]))
-    sums = [recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power) for t in tiles]
-    return _joined(sums, dim=3)
+    sums = [Sums(*recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power)) for t in tiles]
+    return joined(sums, dim=3)
+
+
+def attend_to_self(q: Tensor, k: Tensor, v: Tensor, power: int) -> Sums:
+    """B_ii V_i and B_ii of one token: q (b, n, g, 1, d), k (b, n, 1, d), v (b, n, 1, e)."""
+    weights, *exponent = _weigh((q * k.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
+    return Sums(weights * v.unsqueeze(2), weights.squeeze(-1), *exponent)
 
 
 def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     """φ(q_i) S and φ(q_i) Z for a state that has since decayed by `decay` (paper §2.1)."""
     q = apply_decay(q, decay.unsqueeze(2))
+    block = _query_block if power <= LARGEST_POWER_WITHOUT_UNITS else _query_block_in_units
     parts = [
-        recompute(_query_block, q[:, :, :, rows], kv, normalizer, power)
+        Sums(*recompute(block, q[:, :, :, rows], kv, normalizer, power))
         for rows in _feature_blocks(q, kv.shape[-1], power)
     ]
-    return _joined(parts, dim=3)
+    return joined(parts, dim=3)
 
 
 def update_state(
@@ -78,7 +134,7 @@ def update_state(
     power: int,
     *,
     in_place: bool,
-) -> Sums:
+) -> tuple[Tensor, Tensor]:
     """S ← γ_1⋯γ_t S + Σ_j γ_{j+1}⋯γ_t φ(k_j) v_jᵀ, and Z likewise (paper eq. conformal_in_practice).
 
     Args:
@@ -109,7 +165,7 @@ def multiply(x: Tensor, factor: Tensor, *, in_place: bool) -> Tensor:
     return x.mul_(factor) if in_place else x * factor
 
 
-def drop_rounding(numerator: Tensor, denominator: Tensor, magnitude: Tensor) -> Sums:
+def drop_rounding(numerator: Tensor, denominator: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
     """Sets what a state returns to zero where it is rounding error alone.
 
     φ(q) Z is a sum of numbers of both signs. Where q is orthogonal to all keys it is zero up to a rounding error of
@@ -131,15 +187,15 @@ def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int)
     for rows in slices(k.shape[2], None if tile is None else min(MAX_ROWS, tile)):
         columns = slice(rows.start or 0)
         diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], decay[:, :, rows], power)
-        numerator, denominator = recompute(_diagonal_tile, *diagonal)
+        tile_sums = Sums(*recompute(_diagonal_tile, *diagonal))
         if rows.start:
             past = recompute(
                 _past_tile,
                 *(q[:, :, :, rows], k[:, :, columns], v[:, :, columns], decay[:, :, rows], decay[:, :, columns], power),
             )
-            numerator, denominator = numerator + past[0], denominator + past[1]
-        sums.append((numerator, denominator))
-    return _joined(sums, dim=3)
+            tile_sums = tile_sums.plus(Sums(*past))
+        sums.append(tile_sums)
+    return joined(sums, dim=3)
 
 
 def _causal_by_halves(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
@@ -164,7 +220,7 @@ def _causal_by_halves(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int
     tiles = _side_by_side(sequences, tile)
     pairwise = q.shape[2] * tile * tile * decay.shape[-1]
     # Decays are float64 and count twice.
-    numerator, denominator = _over_heads(partial(recompute, _pairwise_tile), 2 * pairwise, *tiles, power=power)
+    sums = _over_heads(_attend_pairwise, 2 * pairwise, *tiles, power=power)
     for size in (tile << level for level in range(halvings)):
         queries, keys, values, decays = _side_by_side(sequences, 2 * size)
         past = _over_heads(
@@ -174,10 +230,9 @@ def _causal_by_halves(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int
             *(decays[:, :, size:], decays[:, :, :size]),
             power=power,
         )
-        numerator = torch.cat([numerator[:, ::2], numerator[:, 1::2] + past[0]], dim=3)
-        denominator = torch.cat([denominator[:, ::2], denominator[:, 1::2] + past[1]], dim=3)
-    numerator, denominator = (x.squeeze(0).unflatten(0, heads)[:, :, :, :length] for x in (numerator, denominator))
-    return numerator, denominator
+        earlier, later = sums.map(lambda x: x[:, ::2]), sums.map(lambda x: x[:, 1::2])
+        sums = joined([earlier, later.plus(past)], dim=3)
+    return sums.map(lambda x: x.squeeze(0).unflatten(0, heads)[:, :, :, :length])
 
 
 def _side_by_side(sequences: list[Tensor], rows: int) -> list[Tensor]:
@@ -190,24 +245,29 @@ def _over_heads(attend: Callable[..., Sums], elements: int, *tensors: Tensor, po
     """`attend` for as many heads at a time as fit in one block, with `elements` each."""
     heads = max(1, BLOCK_ELEMENTS // elements)
     groups = zip(*(x.split(heads, dim=1) for x in tensors), strict=True)
-    return _joined([attend(*group, power) for group in groups], dim=1)
+    return joined([attend(*group, power) for group in groups], dim=1)
 
 
-def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Sums:
+def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Block:
     """A tile whose columns all precede its rows."""
     reference = row_decay[:, :, :1]  # lies between all columns and rows, so that no exponent exceeds log 2
     q = apply_decay(q, (row_decay - reference).unsqueeze(2))
     k = apply_decay(k, reference - column_decay)
-    return _weighted_sums(even_power(_scores(q, k), power), v)
+    weights, *exponent = _weigh(_scores(q, k), power)
+    return (*_weighted_sums(weights, v), *exponent)
 
 
-def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
+def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Block:
     """Rows against themselves, one gate for all entries."""
     scores = _scores(q, k) * _decays_within(decay, q.dtype).squeeze(-1).unsqueeze(2)
     return _causal_sums(scores, v, power)
 
 
-def _pairwise_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
+def _attend_pairwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
+    return Sums(*recompute(_pairwise_tile, q, k, v, decay, power))
+
+
+def _pairwise_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Block:
     """Rows against themselves, one gate for every pair of entries, so that a score is a sum of d/2 decayed products."""
     # Elementwise: as matrix products these would be many with an inner size of 2.
     q_pairs = q.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous().unsqueeze(5)
@@ -232,20 +292,37 @@ def _future(rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
 
 
-def _causal_sums(scores: Tensor, v: Tensor, power: int) -> Sums:
+def _causal_sums(scores: Tensor, v: Tensor, power: int) -> Block:
     """Weighted sums of a tile of rows against themselves, none of which depends on a later column.
 
     A weight of zero is not enough where a later key or value is not finite, since 0 · inf is NaN. So scores of later
     columns are overwritten, and values that are not finite are set to zero; rows from such a value on are NaN.
     """
-    weights = even_power(scores.masked_fill(_future(scores.shape[-1], scores.device), 0.0), power)
+    weights, *exponent = _weigh(scores.masked_fill(_future(scores.shape[-1], scores.device), 0.0), power)
     finite = v.isfinite()
     numerator, denominator = _weighted_sums(weights, v.masked_fill(~finite, 0.0))
     not_finite = ((~finite).cumsum(2) > 0).unsqueeze(2)  # (b, n, 1, rows, e)
-    return numerator.masked_fill(not_finite, float("nan")), denominator
+    return (numerator.masked_fill(not_finite, float("nan")), denominator, *exponent)
 
 
-def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
+def _weigh(scores: Tensor, power: int) -> Block:
+    """The weights of rows of scores (..., t, s) and, for the higher powers, the exponents of their units (..., t)."""
+    if power <= LARGEST_POWER_WITHOUT_UNITS:
+        return (even_power(scores, power),)
+    largest = torch.linalg.vector_norm(scores.detach(), ord=math.inf, dim=-1)
+    # Numbers below it have lost digits, and their reciprocals overflow.
+    weightless = largest < torch.finfo(scores.dtype).tiny
+    exponent = _exponents(largest)
+    factor = power_of_two(-exponent, scores.dtype).masked_fill(weightless, 0.0)
+    return even_power(scores * factor.unsqueeze(-1), power), (power * exponent).masked_fill(weightless, WEIGHTLESS)
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """The exponents of powers of two just above x, zero where x is not finite: int32."""
+    return torch.frexp(torch.where(x.isfinite(), x, 1.0)).exponent
+
+
+def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Block:
     features = symmetric_power_rows(q.flatten(2, 3).mT, power)  # (b, n, D, g · t)
     numerator = features.mT @ kv
     denominator = (normalizer.unsqueeze(2) @ features).squeeze(2)
@@ -254,7 +331,43 @@ def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     return drop_rounding(*(x.unflatten(2, q.shape[2:4]) for x in (numerator, denominator, magnitude)))
 
 
-def _update_block(k: Tensor, v: Tensor, power: int) -> Sums:
+def _query_block_in_units(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Block:
+    """As `_query_block` for the higher powers, with weights in units of their rows.
+
+    The features of a query are made as large as their dtype allows, and then divided by the row's weight. A feature
+    that is then still far above one meets next to nothing in the state. It is left out, since the gradient of the
+    state would be as large, and a sum of such gradients leaves the range; a row that lives from it has no weight.
+    """
+    most, far_above = (900, 980) if q.dtype == torch.float64 else (104, 112)
+    with torch.no_grad():
+        held = _exponents(torch.linalg.vector_norm(normalizer, ord=math.inf, dim=-1)).clamp(min=0)  # (b, n)
+        length = (most - held).div(power, rounding_mode="floor") - math.ceil(math.log2(q.shape[-1]) / 2)
+        entries = _exponents(torch.linalg.vector_norm(q, ord=math.inf, dim=-1))  # (b, n, g, t)
+        raised = (length[:, :, None, None] - entries).clamp(max=far_above)
+    q = q * power_of_two(raised, q.dtype).unsqueeze(-1)
+    features = symmetric_power_rows(q.flatten(2, 3).mT, power)  # (b, n, D, g · t)
+    with torch.no_grad():
+        weight = normalizer.unsqueeze(2) @ features  # (b, n, 1, g · t)
+        magnitude = normalizer.abs().unsqueeze(2) @ features.abs()
+        # As in `drop_rounding`.
+        weightless = (weight < torch.finfo(q.dtype).eps * magnitude) | (weight < 2.0**-far_above)
+        exponent = _exponents(weight)
+        factor = power_of_two(-exponent, q.dtype).masked_fill(weightless, 0.0)
+        alone = features.abs() * factor > 2.0**far_above
+    features = features.masked_fill(alone, 0.0) * factor
+    numerator = features.mT @ kv
+    denominator = (normalizer.unsqueeze(2) @ features).squeeze(2)
+    # At least 1/2, but where features were left out or the row has no weight. Such a row must not set the unit of a
+    # sum with another one.
+    weightless = denominator < 0.25
+    numerator = numerator.masked_fill(weightless.unsqueeze(-1), 0.0)
+    denominator = denominator.masked_fill(weightless, 0.0)
+    exponent = (exponent.squeeze(2) - power * raised.flatten(2, 3)).masked_fill(weightless, WEIGHTLESS)
+    numerator, denominator, exponent = (x.unflatten(2, q.shape[2:4]) for x in (numerator, denominator, exponent))
+    return numerator, denominator, exponent
+
+
+def _update_block(k: Tensor, v: Tensor, power: int) -> tuple[Tensor, Tensor]:
     features = symmetric_power_rows(k.mT, power)  # (b, n, D, t)
     return features @ v, features.sum(-1)
 
@@ -264,7 +377,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return _group_product(q, k.mT)
 
 
-def _weighted_sums(weights: Tensor, v: Tensor) -> Sums:
+def _weighted_sums(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _group_product(weights, v), weights.sum(-1)
 
 
@@ -276,11 +389,16 @@ def _group_product(rows: Tensor, matrix: Tensor) -> Tensor:
     return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
 
 
-def _joined(sums: list[Sums], dim: int) -> Sums:
+def joined(sums: list[Sums], dim: int) -> Sums:
+    """Sums of several rows or heads, one after the other along an axis."""
     if len(sums) == 1:
         return sums[0]
-    numerators, denominators = zip(*sums, strict=True)
-    return torch.cat(numerators, dim=dim), torch.cat(denominators, dim=dim)
+    exponents = [x.exponent for x in sums if x.exponent is not None]
+    return Sums(
+        torch.cat([x.numerator for x in sums], dim=dim),
+        torch.cat([x.denominator for x in sums], dim=dim),
+        torch.cat(exponents, dim=dim) if exponents else None,
+    )
 
 
 def _rows_in_a_block(q: Tensor, columns: int) -> int | None:

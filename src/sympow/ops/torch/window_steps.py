@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sympow.ops.compilation import TensorRecord
 from sympow.ops.numerics import (
-    apply_decay,
     compute_dtype,
     least_exponent,
     log_gate_root,
@@ -23,8 +22,13 @@ from sympow.ops.numerics import (
 )
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
 from sympow.ops.sequence import Sequence, divide
-from sympow.ops.symmetric import even_power
-from sympow.ops.torch.products import attend_to_past, causal_attention, query_state, update_state
+from sympow.ops.torch.products import (
+    attend_to_past,
+    attend_to_self,
+    causal_attention,
+    query_state,
+    update_state,
+)
 
 
 @dataclass(eq=False)
@@ -73,14 +77,11 @@ class PortableWindow(TensorRecord):
         keys, values, held_decay = self._held(dtype)
         query = query * self._query_scales(keys, held_decay, key, decay)
 
-        scores = even_power(query @ apply_decay(keys, decay - held_decay).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
-        own = even_power((query * key.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
-        numerator = scores @ values.unsqueeze(2) + own * value.unsqueeze(2)
-        denominator = scores.sum(-1) + own.squeeze(-1)
+        sums = attend_to_past(query, keys, values, decay, held_decay, power)
+        sums = sums.plus(attend_to_self(query, key, value, power))
         if self.kv is not None and self.normalizer is not None:
-            past = query_state(query, decay, self.kv, self.normalizer, power)
-            numerator, denominator = numerator + past[0], denominator + past[1]
-        y = divide(numerator, denominator, sequence.q.dtype)
+            sums = sums.plus(query_state(query, decay, self.kv, self.normalizer, power))
+        y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
 
         # As in the kernels, NaN marks a token beyond the capacity.
         full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
@@ -95,14 +96,12 @@ class PortableWindow(TensorRecord):
         decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
         query = query * self._query_scales(keys, held_decay, key, decay)
-        numerator, denominator = causal_attention(query, key, value, decay, power)
-        sums = [attend_to_past(query, keys, values, decay, held_decay, power)]
+        sums = causal_attention(query, key, value, decay, power)
+        sums = sums.plus(attend_to_past(query, keys, values, decay, held_decay, power))
         if self.kv is not None and self.normalizer is not None:
-            sums.append(query_state(query, decay, self.kv, self.normalizer, power))
-        for values_past, weights in sums:
-            numerator, denominator = numerator + values_past, denominator + weights
+            sums = sums.plus(query_state(query, decay, self.kv, self.normalizer, power))
         self._put(key, value, decay)
-        return divide(numerator, denominator, sequence.q.dtype)
+        return divide(sums.numerator, sums.denominator, sequence.q.dtype)
 
     def _portable_extend(self, sequence: Sequence) -> None:
         """Adds tokens to the window without computing their outputs."""
