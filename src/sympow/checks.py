@@ -36,6 +36,22 @@ def check_at_least(name: str, value: int, smallest: int) -> None:
     check_at_most(name, value, 2**63 - 1, "which is the largest 64-bit integer")
 
 
+def check_size(name: str, value: Any, smallest: int = 1) -> None:
+    """As `check_at_least`, for a size that can also be one that torch.compile leaves open, which is no int."""
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
+        raise ArgumentTypeError(name, f"must be an int, got {type(value).__name__}")
+    if value < smallest:
+        raise ArgumentError(name, f"must be at least {smallest}, got {value}")
+
+
+def check_row(row: int, rows: int) -> None:
+    """Raises unless `row` is one of so many rows of a batch, counted from 0."""
+    if not isinstance(row, int) or isinstance(row, bool):
+        raise ArgumentTypeError("row", f"must be an int, got {type(row).__name__}")
+    if not 0 <= row < rows:
+        raise ArgumentError("row", f"must be between 0 and {rows - 1}, got {row}")
+
+
 def check_positive(name: str, value: int) -> None:
     check_at_least(name, value, 1)
 

@@ -26,7 +26,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         unnamed = error.filename is None or str(error.filename).endswith(PARTIAL_ENDING)
         if error.strerror is None or not unnamed:
             raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sympow.checks import check_at_least, check_at_most, check_finite, check_positive
+from sympow.checks import check_at_least, check_at_most, check_bool, check_finite, check_positive, check_size
 from sympow.errors import ArgumentError
 
 # Of a call of the operator.
@@ -72,10 +72,8 @@ def check_chunk_size(chunk_size: int | None, form: str) -> None:
 
 def symmetric_dim(dim: int, power: int) -> int:
     """D = C(dim + power - 1, power), the length of φ^power of a vector of `dim` entries."""
-    if dim < 1:
-        raise ArgumentError("dim", f"must be at least 1, got {dim}")
-    if power < 0:
-        raise ArgumentError("power", f"must not be negative, got {power}")
+    check_size("dim", dim)
+    check_size("power", power, 0)
     # Not `math.comb`, which torch.compile cannot trace where it leaves `dim` open.
     count = 1
     for factor in range(power):
@@ -93,6 +91,18 @@ def check_features(dim: int, power: int) -> None:
         MOST_FEATURES,
         "the most that 32 bits count",
     )
+
+
+def check_state_sizes(
+    batch: int, heads: int, key_dim: int, value_dim: int, power: int, *, rotated: bool, gate_per_pair: bool = False
+) -> None:
+    """Raises unless a state or a window can have these sizes."""
+    for name, size in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
+        check_size(name, size)
+    check_power(power)
+    check_bool("rotated", rotated)
+    if (rotated or gate_per_pair) and key_dim % 2:
+        raise ArgumentError("key_dim", f"must be even for pairs of entries to be rotated or gated, got {key_dim}")
 
 
 def check_degree(power: int) -> None:

@@ -325,7 +325,6 @@ def test_a_teacher_that_was_replaced(teacher, settings, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"power": 3}, "power must be even and at least 2, got 3"),
         ({"layers": "0,7"}, "layers must be among 0 to 1, got 7"),
         (
             {"context": 2_048, "batch_tokens": 65_536},

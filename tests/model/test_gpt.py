@@ -359,7 +359,7 @@ class TestConfig:
             GPTConfig(**{**SMALL, **changes})
 
     def test_an_unknown_preset_or_field_is_named(self):
-        with pytest.raises(ValueError, match=r"preset must be one of 'gpt2-124m'.*got 'gpt3'"):
+        with pytest.raises(ValueError, match=r"name must be one of 'gpt2-124m'.*got 'gpt3'"):
             GPTConfig.preset("gpt3")
         with pytest.raises(TypeError, match="no field 'depth'"):
             GPTConfig.preset("byte-400k", depth=3)

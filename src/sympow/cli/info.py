@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sympow.checks import check_choice
 from sympow.cli.common import print_json
 from sympow.cli.flags import flags_of
 from sympow.errors import ArgumentError
@@ -36,6 +37,8 @@ def info(
     from sympow.report.model_info import CONTEXTS, model_info, print_info
 
     in_folder = preset not in PRESETS and Path(preset).is_dir()
+    if not in_folder:
+        check_choice("preset", preset, PRESETS)
     config = load_config(preset) if in_folder else GPTConfig.preset(preset)
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     if context and min(context) < 1:

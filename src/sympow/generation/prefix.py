@@ -29,7 +29,7 @@ from sympow.layers.mixers import LayerState
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.ops.compilation import DERIVED
-from sympow.ops.state import State
+from sympow.ops.state import State, check_phase
 from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.window import Window
 
@@ -258,6 +258,7 @@ def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> La
     kind: Any = KINDS[plain.pop("kind")]
     if missing := _stored(kind) - plain.keys() - members.keys():
         raise UserError(f"layer {number} lacks {', '.join(sorted(missing))}")
+    check_phase(members.get("phase"))
     return kind(**plain, **members)
 
 

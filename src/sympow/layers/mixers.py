@@ -370,6 +370,8 @@ class Mixer(nn.Module, ABC):
         """Raises unless x is (b, t, width), with this t unless it is None."""
         if not isinstance(x, Tensor):
             raise ArgumentTypeError("x", f"must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise ArgumentTypeError("x", f"must be floating point, the output of a layer before; got {x.dtype}")
         if x.ndim != 3 or x.shape[-1] != self.width or time not in (None, x.shape[1]):
             expected = f"(batch, {time or 'time'}, {self.width})"
             raise ArgumentError("x", f"must be {expected}, the width of the layer; got {tuple(x.shape)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_at_most, check_bool, check_choice, check_positive
+from sympow.checks import check_at_most, check_bool, check_choice, check_positive, check_str
 from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.settings import (
     BACKENDS,
@@ -153,8 +153,8 @@ class GPTConfig:
             >>> GPTConfig.preset("gpt2-124m", power=4, gating="none").power
             4
         """
-        if name not in PRESETS:
-            raise ArgumentError("preset", f"must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
+        check_str("name", name)
+        check_choice("name", name, PRESETS)
         unknown = set(changes) - {field.name for field in fields(cls)}
         if unknown:
             raise TypeError(f"GPTConfig has no field {', '.join(map(repr, sorted(unknown)))}")

@@ -95,10 +95,14 @@ def register_as_pytree(cls: type[TensorRecord], *values: str) -> None:
     _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"sympow.{cls.__name__}")
 
 
-def check_tensor_member(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raises a TypeError for a member that is not a tensor of one of the dtypes."""
+def check_is_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(name, f"must be a tensor, got {type(value).__name__}")
+
+
+def check_tensor_member(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raises a TypeError for a member that is not a tensor of one of the dtypes."""
+    check_is_tensor(name, value)
     if value.dtype not in dtypes:
         raise ArgumentTypeError(name, f"must be one of {', '.join(map(str, dtypes))}; got {value.dtype}")
 

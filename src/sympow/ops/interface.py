@@ -136,7 +136,8 @@ def attention(
     check_bool("return_state", return_state)
     check_tensors(q, k, v, log_gamma, beta, theta, late_queries=True)
     with_states = initial_state is not None or return_state
-    if with_states or chunk_size is not None or form in ("chunked", "recurrent"):
+    # A given state has its features already.
+    if initial_state is None and (return_state or chunk_size is not None or form in ("chunked", "recurrent")):
         check_features(k.shape[3], power)
     late_queries = q.shape[1] < k.shape[1]
     if late_queries:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sympow.checks import check_choice, check_positive
+from sympow.checks import check_choice, check_positive, check_row
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
@@ -106,8 +106,7 @@ class KeyValueCache(TensorRecord):
             row: which.
             sequence: the state, or the cache, of one sequence, with no more tokens than the capacity.
         """
-        if not 0 <= row < self.keys.shape[0]:
-            raise ArgumentError("row", f"must be between 0 and {self.keys.shape[0] - 1}, got {row}")
+        check_row(row, self.keys.shape[0])
         if isinstance(sequence, KeyValueState):
             sequence = KeyValueCache.open(sequence, capacity=max(1, sequence.length))
         if not isinstance(sequence, KeyValueCache):

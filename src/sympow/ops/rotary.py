@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from sympow.checks import check_finite
+from sympow.checks import check_finite, check_size
 from sympow.errors import ArgumentError, ArgumentTypeError
+from sympow.ops.compilation import check_is_tensor
 from sympow.settings import check_max_rate
 
 
@@ -32,13 +33,14 @@ def rotary_rates(
         max_rate: θ_1, radians per token of the fastest pair; the paper's is 2π.
         dtype: float64 unless asked otherwise: a rate is multiplied by the position, and so is its rounding.
     """
+    check_size("dim", dim, 0)
     if dim < 2 or dim % 2:
         raise ArgumentError("dim", f"must be even and positive: rotation acts on pairs of entries; got {dim}")
     check_finite("max_document", max_document)
     if max_document < 1:
         raise ArgumentError("max_document", f"must be at least 1, got {max_document}")
     check_max_rate(max_rate)
-    if not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentTypeError("dtype", f"must be a floating-point dtype, got {dtype}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     return (max_rate / float(max_document) ** exponents).to(dtype)
@@ -49,6 +51,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
     Reduce large angles in float64 first (`wrap_angle`), since float32 cannot represent them accurately.
     """
+    check_is_tensor("x", x)
+    check_is_tensor("angles", angles)
     if not x.is_floating_point():
         raise ArgumentTypeError("x", f"must be floating point, got {x.dtype}")
     if x.shape[-1] % 2:
@@ -88,18 +92,28 @@ def accumulate_phase(
     Returns:
         (b, t, h_kv, d/2); axes b and h_kv are 1 where all batch entries or heads have the same phase.
     """
+    check_is_tensor("theta", theta)
     if theta.ndim != 1:
         raise ArgumentError("theta", f"must have one axis, a rate per pair of entries; got shape {tuple(theta.shape)}")
-    if beta is not None and beta.ndim not in (3, 4):
-        raise ArgumentError(
-            "beta", f"must be (batch, time, heads) or (batch, time, heads, pairs), got shape {tuple(beta.shape)}"
-        )
+    if beta is not None:
+        check_is_tensor("beta", beta)
+        if beta.ndim not in (3, 4):
+            raise ArgumentError(
+                "beta", f"must be (batch, time, heads) or (batch, time, heads, pairs), got shape {tuple(beta.shape)}"
+            )
+        if beta.ndim == 4 and beta.shape[3] != theta.shape[0]:
+            raise ArgumentError(
+                "beta", f"must have a scale for each of the {theta.shape[0]} pairs of theta, got {beta.shape[3]}"
+            )
     if length is None:
         if beta is None:
             raise ArgumentError("length", "must be given where beta is not")
         length = beta.shape[1]
     if beta is not None and beta.shape[1] != length:
         raise ArgumentError("beta", f"must have as many tokens as length says, {length}; got {beta.shape[1]}")
+    check_size("length", length, 0)
+    if initial_phase is not None:
+        _check_initial_phase(initial_phase, theta, beta)
     rates = theta.to(torch.float64)
     if beta is None:
         steps = torch.arange(1, length + 1, dtype=torch.float64, device=theta.device)
@@ -111,6 +125,18 @@ def accumulate_phase(
     if initial_phase is not None:
         phase = phase + initial_phase.to(torch.float64).unsqueeze(1)
     return wrap_angle(phase)
+
+
+def _check_initial_phase(initial_phase: Tensor, theta: Tensor, beta: Tensor | None) -> None:
+    check_is_tensor("initial_phase", initial_phase)
+    shape, pairs = initial_phase.shape, theta.shape[0]
+    if beta is None:
+        if len(shape) != 3 or shape[2] != pairs:
+            raise ArgumentError("initial_phase", f"must be (batch, heads, {pairs}), got shape {tuple(shape)}")
+        return
+    batch, _, heads, *_ = beta.shape
+    if shape != (batch, heads, pairs):
+        raise ArgumentError("initial_phase", f"must be {(batch, heads, pairs)}, got shape {tuple(shape)}")
 
 
 def phase_after(

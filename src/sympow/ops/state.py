@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from sympow import tensor_file
 from sympow.checks import check_at_least
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import TensorRecord, check_tensor_member, conv_shape, register_as_pytree
-from sympow.settings import check_features, check_power, symmetric_dim
+from sympow.settings import check_features, check_power, check_state_sizes, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FORMAT = "sympow state 2"
@@ -93,8 +94,10 @@ class State(TensorRecord):
         device: torch.device | str | None = None,
     ) -> State:
         """The state before the first token."""
-        check_power(power)
+        check_state_sizes(batch, heads, key_dim, value_dim, power, rotated=rotated)
         check_features(key_dim, power)
+        if dtype not in FLOAT_DTYPES:
+            raise ArgumentTypeError("dtype", f"must be one of {', '.join(map(str, FLOAT_DTYPES))}; got {dtype}")
         dim = symmetric_dim(key_dim, power)
         phase = torch.zeros(batch, heads, key_dim // 2, dtype=torch.float64, device=device) if rotated else None
         return cls(
@@ -169,9 +172,16 @@ class State(TensorRecord):
                 check_at_least(name, members[name], 1)
             check_features(members["key_dim"], members["power"])
             state = cls(**members)
+            check_phase(state.phase)
         except (TypeError, ValueError) as error:
             raise ArgumentError("path", f"must name a file written by State.save: {error}") from error
         return state.to(device)
+
+
+def check_phase(phase: Tensor | None) -> None:
+    """Raises unless the phase of a file holds angles as calls leave them, within ±π up to rounding."""
+    if phase is not None and not bool((phase.abs() <= math.pi + 1e-3).all()):  # nor NaN
+        raise ArgumentError("phase", f"must lie within ±π, got {phase.abs().max().item():.6g}")
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sympow.errors import ArgumentError, ArgumentTypeError
+from sympow.ops.compilation import check_is_tensor
 from sympow.settings import check_degree, check_features, symmetric_dim
 
 Table = TypeVar("Table")
@@ -44,12 +45,9 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
         True
     """
     check_degree(power)
+    _check_floating("x", x)
     if x.ndim < 1:
         raise ArgumentError("x", "must have at least one axis, got a scalar tensor")
-    if not x.is_floating_point():
-        raise ArgumentTypeError(
-            "x", f"must be floating point, since features have square roots as weights; got {x.dtype}"
-        )
     check_features(x.shape[-1], power)
     if x.ndim == 1:
         return symmetric_power_rows(x.unsqueeze(-1), power).squeeze(-1)
@@ -87,10 +85,13 @@ def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     Entry (α, β) sums, over the distinct orderings of the multi-index β, the products P[α_1, β_1] ⋯ P[α_p, β_p],
     and rescales from plain monomials to weighted ones.
     """
+    check_degree(power)
+    _check_floating("matrix", matrix)
     if matrix.ndim != 2:
         raise ArgumentError("matrix", f"must have two axes, got shape {tuple(matrix.shape)}")
-    check_degree(power)
     rows, columns = matrix.shape
+    for dim in (rows, columns):
+        check_features(dim, power)
     # Column by column: (P x)_{α_1} ⋯ (P x)_{α_p} is a polynomial in x, and its coefficients are collected by
     # multiplying one linear factor in at a time.
     row_indices = multi_indices(rows, power, matrix.device)
@@ -105,6 +106,14 @@ def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     row_weights = multinomial_weights(rows, power, matrix.dtype, matrix.device)
     column_weights = multinomial_weights(columns, power, matrix.dtype, matrix.device)
     return row_weights.unsqueeze(1) * coefficients / column_weights
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    check_is_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        raise ArgumentTypeError(
+            name, f"must be floating point, since features have square roots as weights; got {tensor.dtype}"
+        )
 
 
 def to_full(kv: Tensor, normalizer: Tensor, key_dim: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
+from sympow.ops.compilation import check_is_tensor
 from sympow.ops.state import FLOAT_DTYPES, State
 
 
@@ -69,8 +70,7 @@ def check_tensors(
 
 def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
     """The offsets of packed documents, as far as that needs no wait for a device."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise ArgumentTypeError("cu_seqlens", f"must be a tensor, got {type(cu_seqlens).__name__}")
+    check_is_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ArgumentTypeError("cu_seqlens", f"must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
@@ -80,6 +80,8 @@ def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
         )
     if q.shape[0] != 1:
         raise ArgumentError("cu_seqlens", f"packs documents into one row, so the batch must be 1; got {q.shape[0]}")
+    if cu_seqlens.device.type == "meta":
+        raise ArgumentError("cu_seqlens", "is on the meta device, so it has no offsets that documents could be cut at")
     if _values_readable(cu_seqlens):
         document_offsets(cu_seqlens, q.shape[1])
 
@@ -127,13 +129,14 @@ def check_state(
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(name, f"must be a tensor, got {type(tensor).__name__}")
+    inputs = (("q", q), ("k", k), ("v", v))
+    for name, tensor in inputs:
+        _check_dense(name, tensor)
         if tensor.ndim != 4:
             raise ArgumentError(name, f"must be (batch, time, heads, dim), got shape {tuple(tensor.shape)}")
         if tensor.dtype not in FLOAT_DTYPES:
             raise ArgumentTypeError(name, f"must be float64, float32, bfloat16 or float16; got {tensor.dtype}")
+    for name, tensor in inputs:
         if tensor.dtype != q.dtype:
             raise ArgumentTypeError("q", f", k and v must share a dtype; q is {q.dtype}, but {name} is {tensor.dtype}")
         if tensor.device != q.device:
@@ -161,9 +164,14 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
         )
 
 
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        check_is_tensor(name, tensor)
+        raise ArgumentTypeError(name, f"must be a dense tensor, got one with layout {tensor.layout}")
+
+
 def _check_side_input(name: str, tensor: Tensor, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ArgumentTypeError(name, f"must be a tensor, got {type(tensor).__name__}")
+    _check_dense(name, tensor)
     if tensor.dtype not in (torch.float32, torch.float64):
         raise ArgumentTypeError(
             name, f"must be float32 or float64, since it is summed over the sequence; got {tensor.dtype}"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.checks import check_choice, check_positive
+from sympow.checks import check_choice, check_positive, check_row
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import DERIVED, conv_shape, register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
@@ -33,7 +33,7 @@ from sympow.ops.state import FLOAT_DTYPES, State
 from sympow.ops.symmetric import feature_indices, multinomial_weights
 from sympow.ops.torch.window_steps import PortableWindow
 from sympow.ops.validation import check_tensors
-from sympow.settings import BACKENDS, check_power, symmetric_dim
+from sympow.settings import BACKENDS, check_state_sizes, symmetric_dim
 
 # Tokens between two folds. With more tokens folds are rarer, but steps score more keys; both cost little next to
 # reading a state of thousands of features.
@@ -99,13 +99,11 @@ class Window(PortableWindow):
             gate_per_pair: whether gates will be one per rotated pair.
             device: of the tensors.
         """
-        check_power(power)
+        check_state_sizes(batch, heads, key_dim, value_dim, power, rotated=rotated, gate_per_pair=gate_per_pair)
         check_positive("capacity", capacity)
         for name, value in (("dtype", dtype), ("key_dtype", key_dtype)):
             if value is not None and value not in FLOAT_DTYPES:
                 raise ArgumentTypeError(name, f"must be one of {', '.join(map(str, FLOAT_DTYPES))}; got {value}")
-        if (rotated or gate_per_pair) and key_dim % 2:
-            raise ArgumentError("key_dim", f"must be even for pairs of entries to be rotated or gated, got {key_dim}")
         key_dtype = key_dtype or compute_dtype(dtype)
         gates = key_dim // 2 if gate_per_pair else 1
         # Zeros, not uninitialized memory: masked rows still take part in products, where NaN would spread.
@@ -201,6 +199,7 @@ class Window(PortableWindow):
 
     def take(self, row: int) -> Window:
         """One sequence of the batch, as a window of its own, which `put` puts back."""
+        check_row(row, self.keys.shape[0])
         return self._rows(row, row + 1).clone()
 
     @torch.no_grad()
@@ -211,8 +210,7 @@ class Window(PortableWindow):
             row: which.
             sequence: the state, or the window, of one sequence. A window must fit into the capacity.
         """
-        if not 0 <= row < self.keys.shape[0]:
-            raise ArgumentError("row", f"must be between 0 and {self.keys.shape[0] - 1}, got {row}")
+        check_row(row, self.keys.shape[0])
         if isinstance(sequence, State):
             like: dict[str, Any] = {"dtype": self.values.dtype, "key_dtype": self.keys.dtype}
             per_pair = self.decay.shape[-1] > 1

@@ -164,10 +164,11 @@ def softmax_attention(
         if mask is not None:
             raise ArgumentError("mask", "cannot be combined with cu_seqlens: packed documents need no padding")
         if initial_state is not None or return_state:
+            given = "a state" if initial_state is not None else "return_state=True (pass return_state=False)"
             raise ArgumentError(
                 "cu_seqlens",
-                "cannot be combined with initial_state or return_state in softmax attention: documents of "
-                "different lengths have caches of different lengths",
+                f"cannot be combined with {given} in softmax attention: documents of different lengths have caches of "
+                "different lengths",
             )
     if initial_state is not None:
         _check_cache(initial_state, k, v, gated=log_gamma is not None, rotated=theta is not None)
