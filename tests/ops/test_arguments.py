@@ -32,6 +32,7 @@ OF_ANOTHER_TYPE = {
     "no keys": (lambda: sympow.attention(Q, None, Q), "k must be a tensor, got NoneType"),
     "a list of keys": (lambda: sympow.attention(Q, [1.0], Q), "k must be a tensor, got list"),
     "a list of values": (lambda: sympow.attention(Q, Q, [1.0]), "v must be a tensor, got list"),
+    "no keys for a window": (lambda: empty().extend(None, Q), "k must be a tensor, got NoneType"),
     "sparse queries": (
         lambda: sympow.attention(Q.to_sparse(), Q, Q),
         "q must be a dense tensor, got one with layout torch.sparse_coo",

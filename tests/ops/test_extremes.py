@@ -10,6 +10,7 @@ from support import FORMS, Inputs, assert_close, float32_tolerance, gradients, r
 from sympow.convert.config import SwapConfig
 from sympow.errors import ArgumentError
 from sympow.ops.window import Window
+from sympow.parallel.traffic import LayerShape
 
 LENGTH = 37  # odd, and not a multiple of the chunk size
 
@@ -120,6 +121,24 @@ def test_rows_of_tiny_weights_have_right_gradients(form, power, score):
         assert ((mine.double() - right).abs().max() <= 1e-5 * scale).item(), name
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [6, 8])
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_high_powers_agree_with_float64(form, power, gate, packed):
+    inputs = random_inputs(7, length=LENGTH, heads=2, key_heads=1, dim=4, value_dim=3, gate=gate, dtype=torch.float32)
+    inputs = nearly_parallel(inputs)
+    documents = torch.tensor([0, 9, 26, LENGTH]) if packed else None
+    exact = inputs.map(lambda t: t.double()).requires_grad()
+    expected = run(exact, power, "attention", cu_seqlens=documents)
+    inputs = inputs.requires_grad()
+    chunks = {"chunk_size": 8} if form == "chunked" else {}
+    actual = run(inputs, power, form, cu_seqlens=documents, **chunks)
+    assert_close(actual, expected, 1e-4, "y")
+    for got, want in zip(gradients(actual, inputs), gradients(expected, exact), strict=True):
+        assert_close(got / want.abs().max(), want / want.abs().max(), 1e-4, "gradient")
+
+
 @pytest.mark.parametrize("power", [6, 8])
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_a_row_of_tiny_weights_in_every_tile(power, gate):
@@ -186,6 +205,8 @@ def test_powers_above_8_are_refused_everywhere(power):
         sympow.GPTConfig(power=power)
     with pytest.raises(ArgumentError, match=message):
         SwapConfig(power=power)
+    with pytest.raises(ArgumentError, match=message):
+        LayerShape(power=power)
     with pytest.raises(ArgumentError, match=message):
         Window.empty(1, 1, 2, 2, power, rotated=False)
     with pytest.raises(ArgumentError, match=message):

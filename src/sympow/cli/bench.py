@@ -41,7 +41,7 @@ def bench(
         int | None, typer.Option(help="Number of key and value heads, a divisor of --heads. [default: --heads]")
     ] = None,
     dim: Annotated[int | None, typer.Option(help="Head dimension. [default: 64]")] = None,
-    power: Annotated[int, typer.Option(help="Power p, even.")] = 2,
+    power: Annotated[int, typer.Option(help="Power p: 2, 4, 6 or 8.")] = 2,
     dtype: Annotated[
         list[str] | None,
         typer.Option(

@@ -27,7 +27,7 @@ class SwapConfig:
 
     Attributes:
         layers: layers to convert: all, every-other, or their indices from 0, as in 0,2,5.
-        power: p, the even power of the scores.
+        power: p, the power of the scores: 2, 4, 6 or 8.
         gating: kind of gates: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
         rotary: kind of rotation: fixed (the teacher's rotary embedding), learned, scale, pairs, none, or auto:
             fixed if the teacher has a rotary embedding.

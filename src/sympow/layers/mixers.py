@@ -387,7 +387,7 @@ class ConformalAttention(Mixer):
     """Symmetric power attention with gates and RoPE; with `rotary="scale"`, conformal-sympow (paper §3.3).
 
     Args:
-        power: p, even.
+        power: p: 2, 4, 6 or 8.
         form, backend, chunk_size: how to compute it, as in `sympow.attention`.
         others: as in `Mixer`.
 

@@ -49,7 +49,7 @@ class GPTConfig:
         head_dim: size of a query, key and value; None: width / heads.
         mlp_ratio: hidden size of the MLP over width; the product is rounded to an integer.
         mixer: "sympow" or "softmax".
-        power: p of the sympow mixer; even.
+        power: p of the sympow mixer: 2, 4, 6 or 8.
         gating: "none", "fixed", "learned", "scalar" (the paper's), "vector", "clamped" or "half".
         rotary: "none", "fixed" (RoPE), "learned", "scale" (the paper's), "pairs", "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.

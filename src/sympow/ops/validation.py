@@ -129,7 +129,8 @@ def check_state(
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
-    inputs = (("q", q), ("k", k), ("v", v))
+    # Queries last: what only adds keys to a window passes these as queries, too.
+    inputs = (("k", k), ("v", v), ("q", q))
     for name, tensor in inputs:
         _check_dense(name, tensor)
         if tensor.ndim != 4:

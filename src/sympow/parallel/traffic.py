@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sympow.parallel.scan import rounds_of
-from sympow.settings import symmetric_dim
+from sympow.settings import check_power, symmetric_dim
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class LayerShape:
     power: int = 2
     pairs: int = 1
     rotated: bool = True
+
+    def __post_init__(self) -> None:
+        check_power(self.power)
 
     @property
     def state_elements(self) -> int:

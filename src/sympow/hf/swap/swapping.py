@@ -49,7 +49,7 @@ def swap_attention(
             the outermost one: around a base model, such as `model.model`, another would keep the config of a softmax
             model. Attention is recognized by its submodules, whatever the architecture is called. Weights must not be
             offloaded: swap the model first, save it, and load it with a device_map.
-        power: p, even.
+        power: p: 2, 4, 6 or 8.
         layers: "all"; "every-other": layers 1, 3, 5, …; or indices. The others keep softmax, and the keys and values of
             all tokens in their cache.
         gating: as in `sympow.ConformalAttention`: "none", "fixed", "learned", "scalar", "vector", "clamped" or "half".
