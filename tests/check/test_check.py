@@ -153,7 +153,7 @@ def test_what_serves_a_call_on_a_gpu_without_triton(monkeypatch):
 def test_what_serves_a_call_on_a_gpu_that_is_no_hopper(monkeypatch):
     monkeypatch.setattr(ops_dispatch, "triton_available", lambda: True)
     monkeypatch.setattr(ops_dispatch, "triton_interpreted", lambda: False)
-    monkeypatch.setattr(installation, "_on_hopper", lambda request: False)
+    monkeypatch.setattr(installation, "_engine_name", lambda request: "Triton kernels")
     served = {route.call: route for route in installation.routes("cuda")}
     assert served["bfloat16, p = 2, heads of 64"] == replace(
         served["bfloat16, p = 2, heads of 128"], call="bfloat16, p = 2, heads of 64"

@@ -29,7 +29,7 @@ from sympow.kernels import float16_range
 from sympow.kernels.attention import split_float32
 from sympow.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention.forward import forward_kernel
-from sympow.kernels.attention.op import FLOAT32_PIECES
+from sympow.kernels.attention.tiles import FLOAT32_PIECES
 from sympow.kernels.decode import state_step
 from sympow.kernels.decode.gate_projection import step_gates_kernel
 from sympow.kernels.decode.softmax_step import softmax_step_kernel

@@ -41,8 +41,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import sympow
 import sympow.kernels
 from sympow.kernels import common, device_limits
-from sympow.kernels.attention import op as attention_op
 from sympow.kernels.attention import shard, split_float32
+from sympow.kernels.attention import tiles as attention_tiles
 from sympow.kernels.cross_entropy import cross_entropy_in_place
 from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.device_limits import KIB, Footprint, Limits
@@ -300,11 +300,11 @@ def declared(launch: Launch, limits: Limits) -> int | None:
         case ["pair_gates", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
             tiles = pair_op.choose_tiles(constants["D"], limits)
         case ["attention", "split_float32", "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
-            tiles = device_limits.first_fitting(attention_op.FLOAT32_PIECES, limits)
+            tiles = device_limits.first_fitting(attention_tiles.FLOAT32_PIECES, limits)
         case ["attention", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
-            tiles = attention_op.choose_tiles(constants["D"], limits, launch.dtype)
+            tiles = attention_tiles.choose_tiles(constants["D"], limits, launch.dtype)
         case ["states", "quadratic", "update_kernel" | "fold_kernel"]:
-            tiles = attention_op.choose_tiles(constants["D"], limits, launch.dtype)
+            tiles = attention_tiles.choose_tiles(constants["D"], limits, launch.dtype)
         case ["states", "quartic" | "quartic_query", _] if "PAIRS" in constants:
             value_dim = max(16, constants["E"])  # denominators have values of 1
             tiles = quartic_features.tiles_for(32, value_dim, limits, launch.dtype)

@@ -18,7 +18,7 @@ from triton.runtime import KernelInterface
 import sympow.kernels
 from support import forget_devices
 from sympow.kernels import common, hopper
-from sympow.kernels.attention import op as attention_op
+from sympow.kernels.attention import tiles as attention_tiles
 from sympow.kernels.attention.op import fused_attention
 from sympow.kernels.device_limits import H200, KIB, Limits, device_limits, first_fitting, limits_of, register_limit
 from sympow.kernels.pair_gates import op as pair_op
@@ -152,14 +152,14 @@ def test_limits_are_those_that_torch_reports(fake):
 
 def chosen(limits):
     """The tiles of all tables; of float32 those for heads of up to 64, above which only Hopper has any."""
-    heads = [(module, dim) for module in (attention_op, pair_op) for dim in (16, 64, 80, 128)]
+    heads = [(module, dim) for module in (attention_tiles, pair_op) for dim in (16, 64, 80, 128)]
     quartic = [(dim, value_dim) for dim in (16, 32) for value_dim in (16, 32, 64, 128)]
     return [
         *(module.choose_tiles(dim, limits) for module, dim in heads),
         *(quartic_features.tiles_for(*dims, limits) for dims in quartic),
-        *(attention_op.choose_tiles(dim, limits, torch.float32) for dim in (16, 64)),
+        *(attention_tiles.choose_tiles(dim, limits, torch.float32) for dim in (16, 64)),
         *(quartic_features.tiles_for(*dims, limits, torch.float32) for dims in quartic if dims[1] <= 64),
-        first_fitting(attention_op.FLOAT32_PIECES, limits),
+        first_fitting(attention_tiles.FLOAT32_PIECES, limits),
     ]
 
 
@@ -175,7 +175,7 @@ def test_tiles_suit_the_gpu(kib, instructions):
 
 
 def test_an_h200_has_the_tiles_that_were_measured_on_it():
-    narrow, wide = (attention_op.choose_tiles(dim, H200) for dim in (64, 128))
+    narrow, wide = (attention_tiles.choose_tiles(dim, H200) for dim in (64, 128))
     assert (narrow.states, narrow.forward, narrow.query, narrow.key) == ({}, {}, {}, {})
     assert wide.states == {"entries": 1, "stages": 2}
     assert wide.forward == {"warps": 8, "stages": 2}
@@ -191,7 +191,7 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it():
         128,
     ]
     assert quartic_features.tiles_for(16, 16, H200).outer == {"warps": 8, "registers": 128}
-    narrow, wide = (attention_op.choose_tiles(dim, H200, torch.float32) for dim in (64, 128))
+    narrow, wide = (attention_tiles.choose_tiles(dim, H200, torch.float32) for dim in (64, 128))
     assert (narrow.states, narrow.forward) == ({"entries": 1, "stages": 2}, {"warps": 8, "stages": 2})
     assert (narrow.query, narrow.key) == ({"warps": 8, "stages": 2, "registers": None}, {"warps": 8, "stages": 2})
     assert wide.states == {"entries": 1, "stages": 1, "warps": 8}
@@ -202,4 +202,4 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it():
 
 def test_a_gpu_with_too_little_shared_memory_is_told_before_a_launch():
     with pytest.raises(ValueError, match=r"need 64 KiB of shared memory for a CTA, and the GPU has 48 KiB: pass back"):
-        first_fitting(attention_op.WIDE, Limits(48 * KIB, "wgmma"))
+        first_fitting(attention_tiles.WIDE, Limits(48 * KIB, "wgmma"))

@@ -29,7 +29,6 @@ from sympow.kernels.float16_range import (
     key_range,
     prepare,
 )
-from sympow.kernels.hopper.common import split_sums
 from sympow.kernels.hopper.folded_rows import fold_factors
 from sympow.kernels.running_sums import gate_sums
 
@@ -181,7 +180,7 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
     gates = None if log_gamma is None else gate_sums(log_gamma)
     ranges = key_range(k, v, power, gates)
     rows = prepare(q, y, dy, weight, None, ranges, power)
-    folded = fold_factors(rows, None if gates is None else split_sums(gates), power, 1, 128)
+    folded = fold_factors(rows, None if gates is None else gates.split, power, 1, 128)
     unit, value_factor, factor = (
         rows.scales[0, 0, x.value].double() for x in (KEY_UNIT, FOLDED_VALUE_FACTOR, GRADIENT_FACTOR)
     )

@@ -126,8 +126,8 @@ def attend_on_hopper(batch, heads, chunks):
     sums = chunk_sums(k, k, heads, gates.sums, 128, full=True, update=state_updates.update)
     states = ChunkStates(sums.low, sums.high, sums.normalizer, sums.chunk, sums.first)
     hopper_chunked.attend(q, k, k, gates, states)
-    hopper_chunked.query_gradient(q, rows, k, k, q, rows, gates, None, states, rows)
-    hopper_chunked.key_gradient(q, k, k, q, rows, gates, None, states)
+    hopper_chunked.query_gradient(q, rows, k, k, q, rows, gates, states, rows)
+    hopper_chunked.key_gradient(q, k, k, q, rows, gates, states)
 
 
 def attend_in_pieces(batch, heads, chunks):

@@ -1,7 +1,6 @@
 """Releases of Triton: which of them run the Hopper kernels, and that results do not depend on their defaults."""
 
 import ast
-import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -12,48 +11,56 @@ import torch
 import sympow
 from support import forget_devices
 
-triton = pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("triton", reason="needs Triton")
 
-HALF = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
+import triton
+
+from sympow.kernels.attention import engines
+
+HALF = engines.Call(torch.device("cuda"), torch.bfloat16, 64, 64, 100, 2, 0, False, (1, 0), None)
 KERNELS = Path(sympow.__file__).parent / "kernels"
 
 
 @pytest.fixture
-def hopper_with(monkeypatch):
-    """`sympow.kernels.hopper` as imported with a release of Triton, with a Hopper GPU and without Gluon."""
+def name_with(monkeypatch):
+    """Names the engine that serves a call on a Hopper GPU with a release of Triton, without Gluon."""
 
-    def load(version):
+    def forget():
+        forget_devices()
+        engines._compiled_by_this_release.cache_clear()
+
+    def prepare(version):
         for name in [name for name in sys.modules if name.startswith("sympow.kernels.hopper")]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        forget_devices()
-        return importlib.import_module("sympow.kernels.hopper")
+        forget()
+        return lambda call: engines.engine_for(call).name
 
-    yield load
-    forget_devices()
+    yield prepare
+    forget()
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0"])
-def test_releases_that_compile_the_hopper_kernels_use_them(hopper_with, version):
-    assert hopper_with(version).supports(HALF, HALF, HALF)
+def test_releases_that_compile_the_hopper_kernels_use_them(name_with, version):
+    assert name_with(version)(HALF) == "Hopper kernels"
 
 
-def test_other_releases_are_told_once_what_they_lose(hopper_with):
-    hopper = hopper_with("9.9.0")
+def test_other_releases_are_told_once_what_they_lose(name_with):
+    name = name_with("9.9.0")
     with pytest.warns(UserWarning, match=r"not used with Triton 9\.9\.0.*3\.6\.x.*8 to 15 % longer"):
-        assert not hopper.supports(HALF, HALF, HALF)
+        assert name(HALF) == "Triton kernels"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not hopper.supports(HALF, HALF, HALF)
+        assert name(HALF) == "Triton kernels"
 
 
-def test_calls_that_the_hopper_kernels_never_take_bring_no_warning(hopper_with):
-    hopper = hopper_with("9.9.0")
+def test_calls_that_the_hopper_kernels_never_take_bring_no_warning(name_with):
+    name = name_with("9.9.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not hopper.supports(HALF.float(), HALF.float(), HALF.float())
+        assert name(HALF._replace(dtype=torch.float32)) == "Triton kernels"
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused():

@@ -12,7 +12,7 @@ import torch
 import sympow
 from sympow.check.timing import installed_version
 from sympow.kernels.device_limits import KIB, device_limits
-from sympow.ops.dispatch import Request, auto_uses_torch_reason, triton_interpreted
+from sympow.ops.dispatch import CHUNK_SIZE, Request, auto_uses_torch_reason, triton_interpreted
 
 # The packages that each extra installs, as in pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -103,18 +103,19 @@ def _route(call: str, request: Request) -> Route:
     reason = auto_uses_torch_reason(request)
     if reason is not None:
         return Route(call, "PyTorch", reason)
-    return Route(call, "Hopper kernels" if _on_hopper(request) else "Triton kernels", None)
+    return Route(call, _engine_name(request), None)
 
 
-def _on_hopper(request: Request) -> bool:
-    from sympow.kernels import hopper
+def _engine_name(request: Request) -> str:
+    """The engine of the attention kernels that serves a long call."""
+    from sympow.kernels.attention.engines import PORTABLE, Call, engine_for
 
     if request.vector_gate or request.step:
-        return False
-    q, v = (
-        torch.empty(1, 1, 1, dim, dtype=request.dtype, device=request.device)
-        for dim in (request.key_dim, request.value_dim)
-    )
-    if request.form == "chunked":
-        return request.power == 2 and hopper.supports_chunks(q, q, v)
-    return hopper.supports(q, q, v)
+        return PORTABLE.name
+    chunked = request.form == "chunked"
+    call = Call(
+        torch.device(request.device), request.dtype, request.key_dim, request.value_dim, length=CHUNK_SIZE * 4,
+        power=request.power, chunk=CHUNK_SIZE if chunked else 0, with_states=chunked and request.power == 2,
+        boundaries=(1, 3), documents=None,
+    )  # fmt: skip
+    return engine_for(call).name

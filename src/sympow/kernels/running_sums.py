@@ -16,6 +16,7 @@ the second no block has to wait for another.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import split_program_id
+from sympow.kernels.common import LOG2_E, split_program_id
 from sympow.kernels.launch import ceil_div, flat_grid, launch
 
 # exp(−300) = 2^-433 is 0 in float32, also times the powers of two, up to 2^180, that scale a row of float16
@@ -171,6 +172,32 @@ def _gate_gradient_kernel(
         tl.store(out_ptr + sequence.to(tl.int64) * length + rows, suffix, mask=mask)
 
 
+@triton.jit
+def _split_kernel(sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.constexpr):
+    block, sequence = split_program_id(padded // BLOCK)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.load(sums_ptr + sequence * length + tl.minimum(rows, length - 1)) * LOG2_E
+    whole = tl.floor(sums)
+    tl.store(whole_ptr + sequence * padded + rows, whole.to(tl.int32))
+    tl.store(rest_ptr + sequence * padded + rows, (sums - whole).to(tl.float32))
+
+
+@dataclass(frozen=True)
+class SplitSums:
+    """G / log 2 = whole + rest, with 0 ≤ rest < 1.
+
+    float64 arithmetic shares a pipe with the tensor cores of Hopper and waits for every product in flight; int32 and
+    float32 do not.
+
+    Attributes:
+        whole: (b, h_kv, ≥ t) int32, as long as `Gates.to_end`; past the last token its sum is repeated.
+        rest: likewise, float32.
+    """
+
+    whole: Tensor
+    rest: Tensor
+
+
 @dataclass(frozen=True)
 class Gates:
     """What the kernels read of the gates.
@@ -187,6 +214,18 @@ class Gates:
     to_end: Tensor
     from_start: Tensor
     tile: int = KEY_TILE
+
+    @cached_property
+    def split(self) -> SplitSums:
+        """G, split for the kernels on Hopper."""
+        batch, heads, padded = self.to_end.shape
+        whole = torch.empty_like(self.to_end, dtype=torch.int32)
+        rest = torch.empty_like(self.to_end)
+        launch(
+            _split_kernel, flat_grid(padded // SCAN_BLOCK, batch * heads),
+            self.sums, whole, rest, self.sums.shape[-1], padded, BLOCK=SCAN_BLOCK, enable_fp_fusion=True,
+        )  # fmt: skip
+        return SplitSums(whole, rest)
 
 
 def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:

@@ -5,19 +5,14 @@ As operators (`sympow.kernels.operator`) they work with autograd, torch.compile 
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sympow.kernels import float16_range, hopper
-from sympow.kernels.attention import split_float32
-from sympow.kernels.attention.backward import key_gradient, prepare, query_gradient
-from sympow.kernels.attention.forward import attend
+from sympow.kernels.attention.engines import Blocks, Call, engine_for
+from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import Documents, scale_queries
-from sympow.kernels.device_limits import KIB, Footprint, Limits, first_fitting, limits_of
 from sympow.kernels.float16_range import SCALES, KeyRange, key_range
 from sympow.kernels.operator import operator, present
 from sympow.kernels.running_sums import (
@@ -37,113 +32,6 @@ DRIFT_SPACING = 4096
 MAX_DRIFT_BLOCKS = 16
 # Blocks are multiples of the tiles of every kernel.
 DRIFT_MULTIPLE = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles(Footprint):
-    """Tile sizes that fit the registers and shared memory of a GPU: keyword arguments of each launcher.
-
-    They are fixed, not autotuned: the few choices that matter were measured, and a first call should not stall.
-    """
-
-    states: dict[str, Any] = field(default_factory=dict)
-    forward: dict[str, Any] = field(default_factory=dict)
-    query: dict[str, Any] = field(default_factory=dict)
-    key: dict[str, Any] = field(default_factory=dict)
-
-
-# Each begins with the tiles of an H200. The others were chosen by what compilers report (fewer spills), not timed.
-NARROW = (
-    Tiles(shared_memory=96 * KIB, asynchronous=True),
-    Tiles(
-        shared_memory=52 * KIB,
-        forward={"warps": 8},
-        query={"warps": 8, "registers": None},
-    ),
-)
-WIDE = (
-    Tiles(
-        shared_memory=164 * KIB,
-        asynchronous=True,
-        states={"entries": 1, "stages": 2},
-        forward={"warps": 8, "stages": 2},
-        query={"rows": 64, "warps": 4, "stages": 2, "registers": None},
-        key={"rows": 64, "warps": 8, "stages": 2},
-    ),
-    Tiles(
-        shared_memory=96 * KIB,
-        states={"entries": 1, "stages": 2},
-        forward={"rows": 64, "warps": 8, "stages": 2},
-        query={"rows": 64, "warps": 8, "stages": 2, "registers": None},
-        key={"warps": 8, "stages": 2},
-    ),
-    Tiles(
-        shared_memory=64 * KIB,
-        states={"entries": 1, "stages": 1},
-        forward={"rows": 64, "warps": 8, "stages": 1},
-        query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
-        key={"warps": 8, "stages": 1},
-    ),
-)
-
-
-# float32 operands take twice the shared memory, and their halves twice the registers. Where operands are read from
-# registers, halves pass through shared memory; on sm_100 they lie in tensor memory, which tiles of 128 rows exceed.
-# AMD's GPUs multiply float32 itself, without halves. With heads above 64, only Hopper has enough memory
-# (`dispatch.wide_float32_unsupported_reason`).
-_SMALL_FLOAT32: dict[str, Any] = {
-    "states": {"entries": 1, "stages": 1},
-    "forward": {"rows": 64, "warps": 8, "stages": 1},
-    "query": {"rows": 64, "warps": 8, "stages": 1, "registers": None},
-    "key": {"warps": 8, "stages": 1},
-}
-FLOAT32_NARROW = (
-    Tiles(
-        shared_memory=97 * KIB,
-        instructions="wgmma",
-        states={"entries": 1, "stages": 2},
-        forward={"warps": 8, "stages": 2},
-        query={"warps": 8, "stages": 2, "registers": None},
-        key={"warps": 8, "stages": 2},
-    ),
-    Tiles(shared_memory=97 * KIB, **_SMALL_FLOAT32),
-    Tiles(shared_memory=32 * KIB, instructions="mfma", **_SMALL_FLOAT32),
-)
-FLOAT32_WIDE = (
-    Tiles(
-        shared_memory=193 * KIB,
-        instructions="wgmma",
-        states={"entries": 1, "stages": 1, "warps": 8},
-        forward={"rows": 64, "warps": 8, "stages": 1},
-        query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
-        key={"rows": 64, "warps": 8, "stages": 1},
-    ),
-)
-
-# `split_float32` has the same tiles everywhere; where operands are read from registers it takes less memory.
-_PIECES: dict[str, Any] = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
-FLOAT32_PIECES = (
-    Tiles(shared_memory=130 * KIB, instructions="tcgen05", forward=_PIECES, query=_PIECES, key=_PIECES),
-    Tiles(shared_memory=98 * KIB, instructions="wgmma", forward=_PIECES, query=_PIECES, key=_PIECES),
-    Tiles(shared_memory=41 * KIB, forward=_PIECES, query=_PIECES, key=_PIECES),
-)
-
-
-def tiles_for(x: Tensor) -> Tiles:
-    """The tiles for heads like those of x (…, d), keys and values alike, on its device."""
-    return choose_tiles(x.shape[-1], limits_of(x), x.dtype)
-
-
-def choose_tiles(dim: int, limits: Limits, dtype: torch.dtype = torch.bfloat16) -> Tiles:
-    """The tiles for heads of `dim` entries on a GPU with these limits."""
-    if dtype == torch.float32:
-        return first_fitting(FLOAT32_WIDE if dim > 64 else FLOAT32_NARROW, limits)
-    return first_fitting(WIDE if dim > 64 else NARROW, limits)
-
-
-def tiles_in_pieces(x: Tensor) -> Tiles:
-    """The tiles of `split_float32` on the device of x."""
-    return first_fitting(FLOAT32_PIECES, limits_of(x))
 
 
 class Saved(NamedTuple):
@@ -236,44 +124,27 @@ def fused_attention(
         train: whether the backward pass will run, which needs all d² features of the states, and in float16 the range
             of the values.
     """
-    tiles = tiles_for(q)
+    call = describe(q, v, power, chunk, with_states, initial_kv is not None, final, document_start, document_end)
+    engine = engine_for(call)
     gates = None if log_gamma is None else gate_sums(log_gamma)
-    documents = _documents(document_start, document_end)
-    states = end = None
-    ranges = None
-    in_pieces = _in_pieces(q, v, chunk, documents)
-    if q.dtype == torch.float16 or in_pieces:
-        largest = _largest_entries(initial_kv, initial_normalizer)
+    states = end = ranges = None
+    if q.dtype == torch.float16 or engine.in_pieces:
         ranges = key_range(
-            k, v, power, gates, largest, values=train or with_states or in_pieces, token_scales=train and with_states
-        )
-    if with_states:
+            k, v, power, gates, _largest_entries(initial_kv, initial_normalizer),
+            values=train or with_states or engine.in_pieces, token_scales=train and with_states,
+        )  # fmt: skip
+    if call.reads_states:
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
             initial = FullState(initial_kv, initial_normalizer)
         chunks = chunk_sums(
-            k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
-            boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final,
-            key_dim=key_dim, update=_hopper_update(q, k, v),
-            scales=None if ranges is None else ranges.of_states, **tiles.states,
+            k, v, k.shape[2], None if gates is None else gates.sums, chunk, full=train or final or initial is not None,
+            boundaries=call.boundaries, precise=final, key_dim=key_dim, update=engine.update,
+            scales=None if ranges is None else ranges.of_states, **tiles_for(q).states,
         )  # fmt: skip
-        if chunks is not None:
-            states, end, _ = scan_sums(chunks, initial, want_end=final)
-    past = None
-    if _on_hopper(q, k, v, chunk, documents):
-        y, weight = hopper.attend(q, k, v, power, gates, key_range=ranges)
-    elif states is not None and _chunks_on_hopper(q, k, v, documents):
-        from sympow.kernels.hopper import chunked
-
-        y, weight, past = chunked.attend(q, k, v, gates, states)
-    elif in_pieces:
-        assert ranges is not None
-        y, weight = split_float32.attend(q, k, v, power, gates, ranges, **tiles_in_pieces(q).forward)
-    else:
-        y, weight, past = attend(
-            q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents,
-            key_range=ranges, **tiles.forward,
-        )  # fmt: skip
+        assert chunks is not None
+        states, end, _ = scan_sums(chunks, initial, want_end=final)
+    y, weight, past = engine.attend(call, q, k, v, gates, states, ranges)
     saved_gates = (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
     saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
     saved_ranges = (None, None, None) if ranges is None else (ranges.bound, ranges.scales, ranges.token_scales)
@@ -304,7 +175,8 @@ def _(
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = None
     bound = scales = token_scales = None
-    if q.dtype == torch.float16 or _in_pieces(q, v, chunk, _documents(document_start, document_end)):
+    call = describe(q, v, power, chunk, with_states, initial_kv is not None, final, document_start, document_end)
+    if q.dtype == torch.float16 or engine_for(call).in_pieces:
         bound = q.new_empty(batch, kv_heads, length, dtype=torch.float32)
         scales = q.new_empty(batch, kv_heads, SCALES.value, dtype=torch.float32)
         if train and with_states:
@@ -317,16 +189,14 @@ def _(
     if final:
         end_kv = q.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32)
         end_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
-    if with_states:
-        first, last = boundaries_with_states(k, chunk, initial_kv is not None, final)
-        count = last - first + 1
-        if count:
-            full = train or final or initial_kv is not None
-            low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
-            high_entries = entries_of_high(dim, key_dim)
-            high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
-            normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
-            past = torch.empty_like(weight)
+    if call.reads_states:
+        count = call.boundaries[1] - call.boundaries[0] + 1
+        full = train or final or initial_kv is not None
+        low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
+        high_entries = entries_of_high(dim, key_dim)
+        high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
+        normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
+        past = torch.empty_like(weight)
     kept = (sums, to_end, from_start, low, high, normalizer, past, bound, scales, token_scales)
     return y, weight, end_kv, end_normalizer, *kept
 
@@ -360,44 +230,14 @@ def _attend_backward(
         saved: the fields of `Saved`.
         power, chunk, key_dim, with_states, initial, final: as in `Options`.
     """
-    kept, tiles = Saved(*map(present, saved)), tiles_for(q)
-    gates = kept.gates
-    documents = _documents(document_start, document_end)
-    first, last = boundaries_with_states(k, chunk, initial, final) if with_states else (1, 0)
-    states = kept.states(chunk, first)
-    inner = 0 if with_states else chunk
-    ranges, rows_half = kept.ranges, None
-    in_pieces = _in_pieces(q, v, chunk, documents)
-    if ranges is not None:
-        d_final = _largest_entries(d_final_kv, d_final_normalizer)
-        rows_half = float16_range.prepare(q, y, dy, weight, d_weight, ranges, power, d_final, split=in_pieces)
-        q, scale, divided, minus_delta = rows_half.q, rows_half.scale, rows_half.dy, rows_half.minus_delta
-    else:
-        q, scale = scale_queries(q)
-        divided, minus_delta = prepare(y, dy, weight, d_weight)
-    on_hopper = _on_hopper(q, k, v, chunk, documents)
-    chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
-    if on_hopper or chunks_on_hopper:
-        from sympow.kernels.hopper import chunked
-        from sympow.kernels.hopper.common import split_sums
-
-        split = None if gates is None else split_sums(gates)
-    if in_pieces:
-        assert ranges is not None and rows_half is not None
-        k, v = split_float32.split_keys(k, v, ranges)
-        dq, row_terms = split_float32.query_gradient(rows_half, k, v, power, gates, ranges, **tiles_in_pieces(q).query)
-    elif on_hopper:
-        dq, row_terms = hopper.query_gradient(
-            q, scale, k, v, divided, minus_delta, power, gates, split, rows_half=rows_half, key_range=ranges
-        )
-    elif states is not None and chunks_on_hopper:
-        assert kept.past is not None
-        dq, row_terms = chunked.query_gradient(q, scale, k, v, divided, minus_delta, gates, split, states, kept.past)
-    else:
-        dq, row_terms = query_gradient(
-            q, scale, k, v, divided, minus_delta, power, gates, states, past=kept.past,
-            chunk=inner, documents=documents, rows_half=rows_half, key_range=ranges, **tiles.query,
-        )  # fmt: skip
+    kept = Saved(*map(present, saved))
+    call = describe(q, v, power, chunk, with_states, initial, final, document_start, document_end)
+    engine = engine_for(call)
+    gates, states, past = kept.gates, kept.states(chunk, call.boundaries[0]), kept.past
+    rows = engine.prepare(
+        call, q, k, v, y, dy, weight, d_weight, kept.ranges, _largest_entries(d_final_kv, d_final_normalizer)
+    )
+    dq, row_terms = engine.query_gradient(call, rows, gates, states, past)
     reverse = end = crossing = None
     if states is not None:
         start = None
@@ -406,47 +246,29 @@ def _attend_backward(
             assert d_final_normalizer is not None
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
-            q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
-            past=kept.past, reverse=True, boundaries=(first, last), precise=initial,
-            key_dim=key_dim, update=_hopper_update(q, k, v),
-            scales=None if rows_half is None else rows_half.of_states,
-            token_factor=None if rows_half is None else rows_half.factor, **tiles.states,
+            rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, chunk, full=True,
+            factor=rows.minus_delta, past=past, reverse=True, boundaries=call.boundaries, precise=initial,
+            key_dim=key_dim, update=engine.update, scales=None if rows.gradients is None else rows.gradients.of_states,
+            token_factor=None if rows.gradients is None else rows.gradients.factor, **tiles_for(q).states,
         )  # fmt: skip
         assert chunks is not None
         reverse, end, crossing = scan_sums(
             chunks, start, want_end=initial, other=states if gates else None,
-            other_scales=None if ranges is None else ranges.of_states,
+            other_scales=None if kept.ranges is None else kept.ranges.of_states,
         )  # fmt: skip
-    length, block_terms = k.shape[1], None
+    length, terms = k.shape[1], None
     block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
     if gates is not None and states is None and length > block:
-        block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
-    if on_hopper and hopper.supports_key_gradient(k, v, block_terms):
-        dk, dv, column_terms = hopper.key_gradient(
-            q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block,
-            rows_half=rows_half,
-        )  # fmt: skip
-    elif reverse is not None and chunks_on_hopper:
-        dk, dv, column_terms = chunked.key_gradient(q, k, v, divided, minus_delta, gates, split, reverse)
-    elif in_pieces:
-        assert ranges is not None and rows_half is not None
-        dk, dv, column_terms = split_float32.key_gradient(
-            rows_half, k, v, power, gates, ranges, block_terms=block_terms, query_block=block, **tiles_in_pieces(q).key
-        )
-    else:
-        dk, dv, column_terms = key_gradient(
-            q, k, v, divided, minus_delta, power, gates, reverse,
-            chunk=inner, documents=documents, block_terms=block_terms, query_block=block,
-            rows_half=rows_half, key_range=ranges, **tiles.key,
-        )  # fmt: skip
+        terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
+    dk, dv, column_terms = engine.key_gradient(call, rows, gates, reverse, Blocks(terms, block))
     d_log_gamma = None
     if gates is not None:
         # At both ends the exact value is 0: no pair lies across.
         exact, spacing = None, length
         if crossing is not None:
-            exact, spacing = exact_sums_at_boundaries(crossing, (first, last), length, chunk), chunk
-        elif block_terms is not None:
-            exact, spacing = exact_sums_at_blocks(block_terms, None if rows_half else gates.to_end, block), block
+            exact, spacing = exact_sums_at_boundaries(crossing, call.boundaries, length, chunk), chunk
+        elif terms is not None:
+            exact, spacing = exact_sums_at_blocks(terms, None if rows.gradients else gates.to_end, block), block
         d_log_gamma = correct_drift(gate_gradient(row_terms, column_terms, power), exact, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), *rest
@@ -526,37 +348,24 @@ def _(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
-def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents | None) -> bool:
-    """Whether the Hopper kernels run the call."""
-    if chunk or documents is not None or not q.is_cuda:
-        return False
-    return hopper.supports(q, k, v)
+def describe(
+    q: Tensor, v: Tensor, power: int, chunk: int, with_states: bool, initial: bool, final: bool,
+    document_start: Tensor | None, document_end: Tensor | None,
+) -> Call:  # fmt: skip
+    """What chooses the engine of a call; arguments as in `fused_attention` and `Options`."""
+    documents = None
+    if document_start is not None and document_end is not None:
+        documents = Documents(document_start, document_end)
+    boundaries = boundaries_with_states(q.shape[1], chunk, initial, final) if with_states else (1, 0)
+    return Call(
+        q.device if q.is_cuda else None, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], power, chunk, with_states,
+        boundaries, documents,
+    )  # fmt: skip
 
 
-def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> bool:
-    """Whether the Hopper kernels of the chunked form run a call."""
-    return documents is None and q.is_cuda and hopper.supports_chunks(q, k, v)
-
-
-def _hopper_update(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., None] | None:
-    """What computes the states of chunks on Hopper, or None where the portable kernel does."""
-    if not (q.is_cuda and hopper.supports_chunks(q, k, v)):
-        return None
-    from sympow.kernels.hopper.state_updates import update
-
-    return update
-
-
-def _in_pieces(q: Tensor, v: Tensor, chunk: int, documents: Documents | None) -> bool:
-    """Whether the kernels for float32 in pieces run the call."""
-    if q.dtype != torch.float32 or chunk or documents is not None:
-        return False
-    return max(q.shape[-1], v.shape[-1]) <= split_float32.LARGEST_DIM and (q.is_cuda or split_float32.ON_CPU)
-
-
-def boundaries_with_states(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
+def boundaries_with_states(length: int, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
     """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
-    chunks = -(-k.shape[1] // chunk)
+    chunks = -(-length // chunk)
     return (0 if initial else 1), (chunks if final else chunks - 1)
 
 
@@ -567,7 +376,3 @@ def _largest_entries(kv: Tensor | None, normalizer: Tensor | None) -> Tensor | N
     found = (x.abs().flatten(2).amax(-1) for x in (kv, normalizer))
     # What is not finite shows itself.
     return torch.stack(list(found), dim=-1).nan_to_num(0.0, posinf=0.0)
-
-
-def _documents(start: Tensor | None, end: Tensor | None) -> Documents | None:
-    return None if start is None or end is None else Documents(start, end)

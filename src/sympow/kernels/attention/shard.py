@@ -21,7 +21,8 @@ from torch import Tensor
 from sympow.kernels import running_sums
 from sympow.kernels.attention import backward as attention_backward
 from sympow.kernels.attention import forward as attention_forward
-from sympow.kernels.attention.op import boundaries_with_states, tiles_for
+from sympow.kernels.attention.op import boundaries_with_states
+from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import scale_queries
 from sympow.kernels.running_sums import Gates, correct_drift, exact_sums_at_boundaries, gate_gradient
 from sympow.kernels.states.quadratic import ChunkStates, ChunkSums, FullState, chunk_sums, end_alone, scan_sums
@@ -182,4 +183,4 @@ def gates_gradient(k: Tensor, out: Gradients, crossing: Tensor | None, plan: Pla
 
 
 def _boundaries(k: Tensor, plan: Plan) -> tuple[int, int]:
-    return boundaries_with_states(k, plan.chunk, plan.initial, plan.final)
+    return boundaries_with_states(k.shape[1], plan.chunk, plan.initial, plan.final)

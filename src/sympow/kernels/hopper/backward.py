@@ -38,7 +38,6 @@ from sympow.kernels.float16_range import (
     query_exponents,
 )
 from sympow.kernels.hopper.common import (
-    SplitSums,
     async_load,
     async_store,
     free_stage,
@@ -48,7 +47,6 @@ from sympow.kernels.hopper.common import (
     new_barriers,
     padded_width,
     prefetch,
-    split_sums,
     sums_before_chunk,
     thread_barrier,
 )
@@ -564,7 +562,7 @@ def _tiles(x: Tensor, width: int) -> TensorDescriptor:
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None, *,
+    gates: Gates | None, *,
     chunk: int = 0, first_boundary: int = 0, state: Tensor | None = None,
     rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -572,14 +570,12 @@ def query_gradient(
     of `prepare`.
 
     Args:
-        split: the `split_sums` of the gates; computed here if None.
         chunk, first_boundary: as in `forward.attend`.
         state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start of the
             chunk; None: there are no states.
         rows_half, key_range: as in `attention.backward.query_gradient`.
     """
-    if gates is not None and split is None:
-        split = split_sums(gates)
+    split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -602,7 +598,7 @@ def query_gradient(
 
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None, *,
+    gates: Gates | None, *,
     block_terms: Tensor | None = None, query_block: int = 0,
     chunk: int = 0, last_boundary: int = 0, states: tuple[Tensor, Tensor] | None = None,
     rows_half: RowGradients | None = None,
@@ -618,8 +614,7 @@ def key_gradient(
         rows_half: for float16, without states; else None.
     """
     assert query_block % BLOCK == 0
-    if gates is not None and split is None:
-        split = split_sums(gates)
+    split = None if gates is None else gates.split
     batch, length, kv_heads, _ = k.shape
     if rows_half is None:
         later = decayed(q, split, power, to_end=False)

@@ -15,7 +15,6 @@ from torch import Tensor
 from sympow.kernels.attention.forward import state_weight
 from sympow.kernels.common import scale_queries, split_program_id
 from sympow.kernels.hopper import backward, forward
-from sympow.kernels.hopper.common import SplitSums
 from sympow.kernels.hopper.state_products import gradient_states, query_states
 from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, head_major, launch
 from sympow.kernels.running_sums import Gates
@@ -72,18 +71,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkSt
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor,
-    gates: Gates | None, split: SplitSums | None, states: ChunkStates, past: Tensor,
+    gates: Gates | None, states: ChunkStates, past: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) and q_i · dq_i (b, h, t), as `attention.backward.query_gradient` with states."""
     return backward.query_gradient(
-        q, scale, k, v, dy, minus_delta, 2, gates, split, chunk=states.chunk, first_boundary=states.first,
+        q, scale, k, v, dy, minus_delta, 2, gates, chunk=states.chunk, first_boundary=states.first,
         state=gradient_states(q, dy, states, minus_delta, past),
     )  # fmt: skip
 
 
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor,
-    gates: Gates | None, split: SplitSums | None, reverse: ChunkStates,
+    gates: Gates | None, reverse: ChunkStates,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t), as `attention.backward.key_gradient` with
     states.
@@ -92,7 +91,7 @@ def key_gradient(
         reverse: the sums over later queries, D, at the chunk boundaries.
     """
     return backward.key_gradient(
-        q, k, v, dy, minus_delta, 2, gates, split, chunk=reverse.chunk,
+        q, k, v, dy, minus_delta, 2, gates, chunk=reverse.chunk,
         last_boundary=reverse.first + reverse.low.shape[2] - 1,
         states=(gradient_states(k, v, reverse, keys=True), query_states(k, reverse, keys=True)),
     )  # fmt: skip

@@ -1,24 +1,19 @@
-"""What the Hopper kernels share: TMA descriptors, circular buffers, split gate sums, and names that Triton changed."""
+"""What the Hopper kernels share: TMA descriptors, circular buffers, and names that Triton changed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import LOG2_E, split_program_id
 from sympow.kernels.device_limits import HOPPER_WIDTHS
 from sympow.kernels.float16_range import WEIGHT_LIMIT, exponent_to_limit, power_of_two
-from sympow.kernels.launch import aligned, flat_grid, launch, new_descriptor
-from sympow.kernels.running_sums import SCAN_BLOCK, Gates
+from sympow.kernels.launch import aligned, new_descriptor
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -116,49 +111,3 @@ def prefetch(pointers):
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@dataclass(frozen=True)
-class SplitSums:
-    """G / log 2 = whole + rest, with 0 ≤ rest < 1.
-
-    Attributes:
-        whole: (b, h_kv, ≥ t) int32, as long as `Gates.to_end`; past the last token its sum is repeated.
-        rest: likewise, float32.
-    """
-
-    whole: Tensor
-    rest: Tensor
-
-
-@triton.jit
-def _split_kernel(sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.constexpr):
-    block, sequence = split_program_id(padded // BLOCK)
-    rows = block * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.load(sums_ptr + sequence * length + tl.minimum(rows, length - 1)) * LOG2_E
-    whole = tl.floor(sums)
-    tl.store(whole_ptr + sequence * padded + rows, whole.to(tl.int32))
-    tl.store(rest_ptr + sequence * padded + rows, (sums - whole).to(tl.float32))
-
-
-def split_sums(gates: Gates) -> SplitSums:
-    """The running sums of `gates`, split.
-
-    float64 arithmetic shares a pipe with the tensor cores and waits for every product in flight; int32 and float32 do
-    not.
-    """
-    batch, heads, padded = gates.to_end.shape
-    whole = torch.empty_like(gates.to_end, dtype=torch.int32)
-    rest = torch.empty_like(gates.to_end)
-    launch(
-        _split_kernel,
-        flat_grid(padded // SCAN_BLOCK, batch * heads),
-        gates.sums,
-        whole,
-        rest,
-        gates.sums.shape[-1],
-        padded,
-        BLOCK=SCAN_BLOCK,
-        enable_fp_fusion=True,
-    )
-    return SplitSums(whole, rest)

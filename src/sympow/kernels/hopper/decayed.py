@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.kernels.common import split_program_id
-from sympow.kernels.hopper.common import SplitSums
 from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
+from sympow.kernels.running_sums import SplitSums
 
 # Tokens per block: the rows of a CTA of the kernels that read these tensors.
 BLOCK = 128
@@ -51,7 +51,7 @@ def decayed(x: Tensor, split: SplitSums | None, power: int, *, to_end: bool) -> 
     """x (b, t, h, d), each token times the p-th root of its decay within its block of 128 tokens; x without gates.
 
     Args:
-        split: `split_sums` of the gates; None: there are none.
+        split: the sums of the gates; None: there are none.
         to_end: whether decays run from the token to the end of its block (keys), or from its start (queries).
     """
     if split is None:

@@ -7,7 +7,6 @@ factor instead, in float32; the warp-specialized kernel has no registers left fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,10 +25,7 @@ from sympow.kernels.float16_range import (
     power_of_two,
 )
 from sympow.kernels.launch import block_dim, ceil_div, empty_aligned, flat_grid, head_major, launch
-
-if TYPE_CHECKING:
-    # Gluon, which other releases of Triton lack.
-    from sympow.kernels.hopper.common import SplitSums
+from sympow.kernels.running_sums import SplitSums
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def fold_factors(rows: RowGradients, split: SplitSums | None, power: int, kv_hea
     """What the gradient of keys on Hopper reads of rows.
 
     Args:
-        split: `split_sums` of the gates; None: there are none.
+        split: the sums of the gates; None: there are none.
         block: tokens per block of decays.
     """
     batch, length, heads, dim = rows.q.shape

@@ -36,7 +36,6 @@ from sympow.kernels.float16_range import (
     row_exponent,
 )
 from sympow.kernels.hopper.common import (
-    SplitSums,
     async_load,
     async_store,
     free_stage,
@@ -46,7 +45,6 @@ from sympow.kernels.hopper.common import (
     matrix,
     new_barriers,
     padded_width,
-    split_sums,
     sums_before_chunk,
     thread_barrier,
 )
@@ -290,7 +288,7 @@ def forward_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, *,
     chunk: int = 0, first_boundary: int = 0, past: Tensor | None = None, state: Tensor | None = None,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -298,15 +296,13 @@ def attend(
 
     Args:
         gates: from `gate_sums`, or None.
-        split: `split_sums` of the same gates; computed here if None.
         chunk: tokens per chunk, a multiple of 128; 0: all in one.
         first_boundary: with states, the first chunk that sees one.
         past, state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e), float32, without
             decay since the start of the chunk; None: there are no states.
         key_range: of k and v, for float16, without states; else None.
     """
-    if gates is not None and split is None:
-        split = split_sums(gates)
+    split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)

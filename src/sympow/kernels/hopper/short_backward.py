@@ -34,13 +34,11 @@ from sympow.kernels.float16_range import (
 )
 from sympow.kernels.hopper.backward import plus_delta
 from sympow.kernels.hopper.common import (
-    SplitSums,
     async_load,
     async_store,
     head_major,
     matrix,
     prefetch,
-    split_sums,
     thread_barrier,
 )
 from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch, two_axis_grid
@@ -428,15 +426,13 @@ def key_gradient_kernel(
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None, *,
+    gates: Gates | None, *,
     rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; `split` are the `split_sums` of the gates, computed here if None; `rows_half` and `key_range` as in
-    the portable kernel."""
+    of `prepare`; `rows_half` and `key_range` as in the portable kernel."""
     assert gates is None or gates.tile == TILE
-    if gates is not None and split is None:
-        split = split_sums(gates)
+    split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -455,12 +451,11 @@ def query_gradient(
 
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None,
+    gates: Gates | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`."""
     assert gates is None or gates.tile == TILE
-    if gates is not None and split is None:
-        split = split_sums(gates)
+    split = None if gates is None else gates.split
     batch, length, kv_heads, _ = k.shape
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)

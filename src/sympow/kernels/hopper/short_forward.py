@@ -11,7 +11,7 @@ multiplies their weights by exp(G_r − G_j), one factor per column. Differences
 - The rows are processed as an upper and a lower half: while the weights of one half are computed, the matrix products
   of the other half run. Without this the two CTAs of a multiprocessor synchronize by chance and wait for the tensor
   cores at the same time.
-- There is no float64 arithmetic, which would use the tensor cores' pipe (`split_sums`).
+- There is no float64 arithmetic, which would use the tensor cores' pipe (`running_sums.SplitSums`).
 - With weak gates the diagonal is treated as any other tile, plus a mask: exp(G_r − G_j) exceeds 1 there, but not by
   much, and the rows' factor exp(G_i − G_r) cancels in y. Strong gates take one exponential per element, and so does
   float16, whose range it could leave.
@@ -42,14 +42,12 @@ from sympow.kernels.float16_range import (
     row_exponent,
 )
 from sympow.kernels.hopper.common import (
-    SplitSums,
     async_load,
     async_store,
     head_major,
     lift_weights,
     matrix,
     prefetch,
-    split_sums,
     thread_barrier,
 )
 from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
@@ -410,7 +408,6 @@ def attend(
     v: Tensor,
     power: int,
     gates: Gates | None,
-    split: SplitSums | None = None,
     *,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -418,12 +415,10 @@ def attend(
 
     Args:
         gates: from `gate_sums` with tiles of 64 tokens, or None.
-        split: `split_sums` of the same gates; computed here if None.
         key_range: of k and v, for float16; else None.
     """
     assert gates is None or gates.tile == KEY_TILE
-    if gates is not None and split is None:
-        split = split_sums(gates)
+    split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)

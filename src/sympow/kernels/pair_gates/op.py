@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sympow.kernels.attention.backward import prepare
-from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS, Tiles
+from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS
+from sympow.kernels.attention.tiles import Tiles
 from sympow.kernels.common import Documents, sums_to_end
 from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
 from sympow.kernels.launch import block_dim
