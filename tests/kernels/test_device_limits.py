@@ -95,6 +95,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, name, record(name))
     for name in HOPPER_MODULES:
         monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delattr(hopper, name.rpartition(".")[2], raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     return found
 

@@ -9,6 +9,7 @@ cannot run, the portable forms are checked instead, in float32.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -298,14 +299,18 @@ def cross_entropy_in_place(machine: Machine) -> Comparison:
 
 
 def gate_sums(machine: Machine) -> Comparison:
-    """Running sums of log γ over more tokens than one program instance adds up."""
+    """Running sums of log γ over more tokens than one program instance adds up, whole and split."""
     from sympow.kernels.running_sums import gate_sums as fused
 
     log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
     log_gamma = log_gamma.to(machine.device)
 
-    in_float32 = log_gamma.cumsum(1).transpose(1, 2)
-    return Comparison({"sums": fused(log_gamma).sums}, {"sums": running_sum_reference(log_gamma)}, {"sums": in_float32})
+    gates = fused(log_gamma)
+    split = math.log(2) * (gates.split.whole.double() + gates.split.rest)[..., : log_gamma.shape[1]]
+    exact, in_float32 = running_sum_reference(log_gamma), log_gamma.cumsum(1).transpose(1, 2)
+    return Comparison(
+        {"sums": gates.sums, "split": split}, {"sums": exact, "split": exact}, {"sums": in_float32, "split": in_float32}
+    )
 
 
 def step_gates(machine: Machine) -> Comparison:
@@ -322,7 +327,7 @@ def step_gates(machine: Machine) -> Comparison:
         return {"log_gamma": pair[0], "beta": pair[1]}
 
     return Comparison(
-        named(fused(**made)),
+        named(fused(*made.values())),
         named(step_gates_reference(**{name: x.double() for name, x in made.items()})),
         named(step_gates_reference(**{name: x.float() for name, x in made.items()})),
     )
