@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import zlib
@@ -47,6 +48,7 @@ def main() -> None:
     # A later --share counts.
     started = [subprocess.Popen([sys.executable, *sys.argv, "--share", str(other)]) for other in others]
     sys.path.insert(0, str(arguments.source.resolve()))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stored = {}
     for number, (name, call) in enumerate(calls(arguments.device)):
         if arguments.only in name and number % arguments.processes == arguments.share:
@@ -82,10 +84,12 @@ def differences(before: Results, after: Results) -> int:
 
 
 def run(call: Callable[[], Results], device: str) -> Results:
-    """Hashes of what a call returns, and the names of the kernels that it launched, in order."""
+    """Hashes of what a call returns, and the names of the package's kernels that it launched, in order."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    # Some of torch's own operators add in any order.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     if device != "cuda":
         return {"results": hashes(call()), "kernels": []}
     found = hashes(call())
@@ -94,7 +98,8 @@ def run(call: Callable[[], Results], device: str) -> Results:
         torch.cuda.synchronize()
     events = sorted((event for event in profiler.events() if event.device_type.name == "CUDA"),
                     key=lambda event: event.time_range.start)  # fmt: skip
-    return {"results": found, "kernels": [event.name for event in events]}
+    # Names of torch's kernels have brackets.
+    return {"results": found, "kernels": [event.name for event in events if event.name.isidentifier()]}
 
 
 def hashes(results: Results) -> dict[str, str]:
