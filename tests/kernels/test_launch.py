@@ -8,13 +8,15 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.launch import _kinds, blocks_of, ceil_div
+from sympow.kernels import launch as launches
+from sympow.kernels.launch import _kinds, blocks_of, ceil_div, launch
 
 
 class Pair(NamedTuple):
@@ -42,6 +44,65 @@ def test_arguments_of_one_kind_are_of_one_kind_to_triton():
         kinds.setdefault(_kinds((value,)), []).append(str(specialization[0]))
     assert all(len(set(found)) == 1 for found in kinds.values())
     assert 20 < len(kinds) < len(values)
+
+
+def add_kernel(x, described, pair, size, nothing, block: tl.constexpr, factor: tl.constexpr = 3):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(pair[1] + at, factor * tl.load(x + at, mask=at < size) + tl.load(pair[0] + at))
+
+
+class NoDevice:
+    """A driver of Triton that compiles for an H200 and keeps what would be launched."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.launched: list[tuple] = []
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232_448}
+
+    def load_binary(self, name, binary, shared, device):
+        return object(), (name, hash(binary)), 0, 0, 1024
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: self.launched.append(arguments)
+
+
+def test_later_launches_are_those_of_triton(monkeypatch):
+    driver = NoDevice()
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launches, "_COMPILED", {})
+    jit = JITFunction(add_kernel)
+
+    def arguments(size):
+        x, y, z = (torch.zeros(64) for _ in range(3))
+        return x, blocks_of(z.view(8, 8), [4, 8]), Pair(y, z), size, None
+
+    given = [arguments(size) for size in (48, 64, 48, 49, 50, 1, 48)]
+    constants = [{"block": 16}, {"block": 16, "factor": 5}, {"block": 16, "num_warps": 2}]
+    for each in constants:
+        for call in given:
+            launch(jit, (2, 3), *call, **each, enable_fp_fusion=True)
+    found, driver.launched = driver.launched, []
+    for each in constants:
+        for call in given:
+            jit[(2, 3)](*call, **each, enable_fp_fusion=True)
+    assert len(found) == len(given) * len(constants)
+    for one, other in zip(found, driver.launched, strict=True):
+        # Triton makes a dictionary for hooks at each launch; all else is the same object, or the same number.
+        for got, want in zip(one, other, strict=True):
+            assert got is want or type(got).__name__ == "LazyDict" or got == want
+    assert len(launches._COMPILED) == 3 * len(constants)
 
 
 def test_a_descriptor_is_that_of_triton():
