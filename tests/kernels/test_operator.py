@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels.operator import operator, present
+from sympow.kernels.operator import operator
 
 
 # Schemas are read off the annotations; None in the place of a tensor is an empty one there.
@@ -23,14 +24,26 @@ def _(x, bias, factor):
     return torch.empty_like(x), None if bias is None else torch.empty_like(bias)
 
 
+@operator("sympow::test_scaled_backward")
+def scaled_backward(dy: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:
+    return factor * dy
+
+
+@scaled_backward.register_fake
+def _(dy, x, factor):
+    return torch.empty_like(dy)
+
+
 def _save(ctx, inputs, output):
-    ctx.factor, ctx.biased = inputs[2], inputs[1] is not None
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.factor = inputs[2]
     if output[1] is not None:
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx, dy, _):
-    return ctx.factor * dy, dy.sum().reshape(1) if ctx.biased else None, None
+    x, doubled = ctx.saved_tensors
+    return scaled_backward(dy, x, ctx.factor), None if doubled is None else dy.sum().reshape(1), None
 
 
 scaled.register_gradient(_save, _differentiate)
@@ -54,7 +67,7 @@ def test_both_ways_give_the_same(biased):
     leaves = [x for x in arguments if isinstance(x, torch.Tensor)]
     found, expected = scaled(*arguments), scaled.op(*arguments)
     assert torch.equal(found[0], expected[0])
-    assert (found[1] is None) == (present(expected[1]) is None) == (not biased)
+    assert (found[1] is None) == (not expected[1].numel()) == (not biased)
     dy = torch.arange(5.0)
     for got, want in zip(*(torch.autograd.grad(y[0], leaves, dy) for y in (found, expected)), strict=True):
         assert torch.equal(got, want)
@@ -79,9 +92,24 @@ def test_a_compiled_call_is_one_graph():
 
 def test_a_second_derivative_is_refused():
     arguments = inputs(True)
-    (gradient,) = torch.autograd.grad(scaled(*arguments)[0].square().sum(), arguments[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiat"):
-        torch.autograd.grad(gradient.sum(), arguments[:1])
+    for y in (scaled(*arguments)[0].sum(), scaled(*arguments)[0].square().sum()):
+        (gradient,) = torch.autograd.grad(y, arguments[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(gradient.sum(), arguments[:1])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_checkpoint_can_be_watched_in_one_of_its_two_runs(biased):
+    arguments = inputs(biased)
+
+    def call(x):
+        return scaled(x, *arguments[1:])[0].sin()
+
+    with FlopCounterMode(display=False):
+        y = checkpoint(call, arguments[0], use_reentrant=False)
+    (expected,) = torch.autograd.grad(call(arguments[0]).sum(), arguments[:1])
+    (found,) = torch.autograd.grad(y.sum(), arguments[:1])
+    assert torch.equal(found, expected)
 
 
 def test_without_gradients_nothing_is_recorded():

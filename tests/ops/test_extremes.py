@@ -136,7 +136,7 @@ def test_high_powers_agree_with_float64(form, power, gate, packed):
     actual = run(inputs, power, form, cu_seqlens=documents, **chunks)
     assert_close(actual, expected, 1e-4, "y")
     for got, want in zip(gradients(actual, inputs), gradients(expected, exact), strict=True):
-        assert_close(got / want.abs().max(), want / want.abs().max(), 1e-4, "gradient")
+        assert_close(got / want.abs().max(), want / want.abs().max(), 2e-4, "gradient")
 
 
 @pytest.mark.parametrize("power", [6, 8])

@@ -30,7 +30,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """kernel[grid](*arguments, **constants), which finds the compiled kernel faster than Triton.
 
     Triton compiles a kernel for each combination of constants, dtypes and properties of numbers and addresses, and
-    works them out at every launch. Here a launch that is like an earlier one in all of them runs what that one ran.
+    works them out at every launch. Here a launch that is like an earlier one in all of them runs what that one ran,
+    whatever has happened since to Triton's settings; its hooks around launches are called.
     """
     if not isinstance(kernel, JITFunction):  # but in Triton's interpreter
         kernel[grid](*arguments, **constants)
@@ -39,6 +40,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     found = _COMPILED.get(key)
     if found is None:
         compiled = kernel[grid](*arguments, **constants)
+        if compiled is None:  # a hook of Triton's has declined to compile it
+            return
         defaults = {name: p.default for name, p in inspect.signature(kernel.fn).parameters.items()}
         rest = list(defaults)[len(arguments) :]
         _COMPILED[key] = compiled, tuple(constants.get(name, defaults[name]) for name in rest)
@@ -53,7 +56,9 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     for x in arguments:
         kind = type(x)
         if isinstance(x, Tensor):
-            kinds.append((x.dtype, x.data_ptr() % 16 == 0))
+            # For AMD's GPUs Triton also looks at the size of the memory.
+            small = torch.version.hip is None or x.untyped_storage().size() < 2**31
+            kinds.append((x.dtype, x.data_ptr() % 16 == 0, small))
         elif kind is int:
             # 1 is a constant to Triton; of others it sees multiples of 16 and those that take 64 bits.
             kinds.append(1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63))
@@ -113,8 +118,9 @@ def new_descriptor(kind: type[Any], base: Tensor, block: list[int], **layout: An
     """
     key = (kind, base.dtype, *block)
     if key not in _CHECKED:
+        checked = kind(base, list(base.shape), list(base.stride()), block, **layout)
         _CHECKED.add(key)
-        return kind(base, list(base.shape), list(base.stride()), block, **layout)
+        return checked
     found = object.__new__(kind)
     found.base, found.shape, found.strides, found.block_shape = base, list(base.shape), list(base.stride()), block
     for name, value in layout.items():

@@ -1,6 +1,6 @@
 """Operators of PyTorch that eager calls reach without PyTorch's dispatcher.
 
-torch.compile, torch.export and what watches operators need them in `torch.library`. There a call with gradients takes
+torch.compile, torch.export and modes of dispatch need them in `torch.library`. There a call with gradients takes
 the host several hundred µs, as long as the kernels of a short sequence take the GPU.
 """
 
@@ -20,7 +20,8 @@ class Operator:
     """A function of tensors and plain values that returns tensors, or None for those that a call does not have.
 
     What it returns shares no memory with its arguments. In `torch.library`, whose operators return tensors alone, an
-    empty tensor represents None: functions that are given it back read it with `present`.
+    empty tensor represents None. An operator without a registered gradient takes the way through the dispatcher if one
+    of its arguments requires gradients, and refuses them there.
 
     Attributes:
         op: the operator of `torch.library`.
@@ -40,10 +41,16 @@ class Operator:
         """Makes the operator differentiable, once.
 
         Args:
-            save: as `setup_context` of `torch.autograd.Function`.
-            differentiate: as its `backward`.
+            save: as `setup_context` of `torch.autograd.Function`; it sees None for what a call does not have.
+            differentiate: as its `backward`. An operator that it calls has no gradient, so that a second derivative is
+                refused.
         """
-        self.op.register_autograd(differentiate, setup_context=save)
+
+        # torch passes the arguments by these names.
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+            save(ctx, inputs, tuple(x if x.numel() else None for x in output))
+
+        self.op.register_autograd(differentiate, setup_context=setup_context)
         function = self._function
 
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -52,8 +59,7 @@ class Operator:
             return output
 
         # Without `setup_context` of its own, for which torch would read the signature of `forward` at every call.
-        members = {"forward": forward, "backward": torch.autograd.function.once_differentiable(differentiate)}
-        members = {name: staticmethod(member) for name, member in members.items()}
+        members = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self._differentiable = type(function.__name__, (torch.autograd.Function,), members)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -63,7 +69,7 @@ class Operator:
         for x in arguments:
             if isinstance(x, Tensor):
                 # Others, such as fake or distributed ones, bring their own meaning of an operator.
-                if type(x) not in (Tensor, torch.nn.Parameter):
+                if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:
                     return self.op(*arguments)
                 needs_grad = needs_grad or x.requires_grad
         if not needs_grad or not torch.is_grad_enabled():
@@ -78,11 +84,6 @@ def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Function], O
         mutates: names of the arguments that it writes to.
     """
     return lambda function: Operator(function, name, mutates)
-
-
-def present(x: Tensor | None) -> Tensor | None:
-    """x, or None if it is an empty tensor in its place."""
-    return None if x is None or not x.numel() else x
 
 
 def _without_none(function: Function) -> Function:
@@ -100,5 +101,8 @@ def _without_none(function: Function) -> Function:
 
 
 def _is_watched() -> bool:
-    """Whether a mode of dispatch (fake tensors, selective checkpoints, counters) or torch.func sees operators."""
+    """Whether a mode of dispatch (fake tensors, selective checkpoints, counters) or torch.func sees operators.
+
+    torch.profiler sees kernels alone, and torch.jit.trace nothing.
+    """
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sympow.kernels.common import Documents, split_program_id, sums_from_start, sums_to_end
 from sympow.kernels.launch import ceil_div, flat_grid, launch, rows_contiguous
-from sympow.kernels.operator import operator, present
+from sympow.kernels.operator import operator
 from sympow.kernels.running_sums import correct_drift, running_sum
 
 TWO_PI = tl.constexpr(2 * math.pi)
@@ -304,7 +304,7 @@ def _rotate_backward(
     """Gradients of q, k, β (b, t, columns; None for β = 1), θ (None if not wanted) and μ_0 (None without), from the
     rotated q and k."""
     d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
-        q, k, rows_contiguous(dq), rows_contiguous(dk), present(sums), theta, start, want_theta
+        q, k, rows_contiguous(dq), rows_contiguous(dk), sums, theta, start, want_theta
     )
     d_beta = None
     if d_sums is not None:
@@ -331,7 +331,6 @@ def _(
     relative: bool,
     want_theta: bool,
 ) -> tuple[Tensor | None, ...]:
-    sums = present(sums)
     return (
         torch.empty_like(q),
         torch.empty_like(k),

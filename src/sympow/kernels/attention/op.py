@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.kernels.attention.engines import Blocks, Call, engine_for
+from sympow.kernels.attention.engines import PIECES, Blocks, Call, engine_for
 from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import Documents, scale_queries
 from sympow.kernels.float16_range import SCALES, KeyRange, key_range
-from sympow.kernels.operator import operator, present
+from sympow.kernels.operator import operator
 from sympow.kernels.running_sums import (
     SCAN_BLOCK,
     Gates,
@@ -176,7 +176,8 @@ def _(
     end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = None
     bound = scales = token_scales = None
     call = describe(q, v, power, chunk, with_states, initial_kv is not None, final, document_start, document_end)
-    if q.dtype == torch.float16 or engine_for(call).in_pieces:
+    # Asks no other engine: a GPU need not be there, and a length may be symbolic.
+    if q.dtype == torch.float16 or PIECES.unsupported_reason(call) is None:
         bound = q.new_empty(batch, kv_heads, length, dtype=torch.float32)
         scales = q.new_empty(batch, kv_heads, SCALES.value, dtype=torch.float32)
         if train and with_states:
@@ -230,7 +231,7 @@ def _attend_backward(
         saved: the fields of `Saved`.
         power, chunk, key_dim, with_states, initial, final: as in `Options`.
     """
-    kept = Saved(*map(present, saved))
+    kept = Saved(*saved)
     call = describe(q, v, power, chunk, with_states, initial, final, document_start, document_end)
     engine = engine_for(call)
     gates, states, past = kept.gates, kept.states(chunk, call.boundaries[0]), kept.past
@@ -293,7 +294,7 @@ def _(
     batch, length, kv_heads, dim = k.shape
     value_dim, initial = v.shape[-1], Options(*options).initial
     shapes = (
-        (batch, length, kv_heads) if present(saved[0]) is not None else None,
+        (batch, length, kv_heads) if saved[0] is not None else None,
         (batch, kv_heads, dim, value_dim, dim) if initial else None,
         (batch, kv_heads, dim, dim) if initial else None,
     )

@@ -14,7 +14,7 @@ from sympow.kernels.attention.tiles import Tiles
 from sympow.kernels.common import Documents, sums_to_end
 from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
 from sympow.kernels.launch import block_dim
-from sympow.kernels.operator import operator, present
+from sympow.kernels.operator import operator
 from sympow.kernels.pair_gates.backward import KeyStates, QueryStates, key_gradient, query_gradient
 from sympow.kernels.pair_gates.decays import (
     BLOCK,
@@ -178,7 +178,7 @@ def _attend_pairs_backward(
     # Recomputed: saving these tables and the decayed tokens would double the memory for queries and keys in training.
     tables = decay_tables(log_gamma, q.shape[-1], power)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
-    low, high, normalizer, past = map(present, saved)
+    low, high, normalizer, past = saved
     states = None
     if low is not None and high is not None and normalizer is not None:
         states = ChunkStates(low, high, normalizer, chunk)
