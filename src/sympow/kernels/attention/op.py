@@ -235,9 +235,8 @@ def _attend_backward(
     call = describe(q, v, power, chunk, with_states, initial, final, document_start, document_end)
     engine = engine_for(call)
     gates, states, past = kept.gates, kept.states(chunk, call.boundaries[0]), kept.past
-    rows = engine.prepare(
-        call, q, k, v, y, dy, weight, d_weight, kept.ranges, _largest_entries(d_final_kv, d_final_normalizer)
-    )
+    d_final = None if kept.ranges is None else _largest_entries(d_final_kv, d_final_normalizer)
+    rows = engine.prepare(call, q, k, v, y, dy, weight, d_weight, kept.ranges, d_final)
     dq, row_terms = engine.query_gradient(call, rows, gates, states, past)
     reverse = end = crossing = None
     if states is not None:
@@ -326,6 +325,8 @@ def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_)
             q.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient
             for gradient, shape in zip((d_final_kv, d_final_normalizer), ctx.final_shapes, strict=True)
         )
+    else:
+        d_final_kv = d_final_normalizer = None
     dq, dk, dv, d_log_gamma, d_kv, d_normalizer = _attend_backward(
         dy, d_weight, d_final_kv, d_final_normalizer, q, k, v, y, weight, rest, document_start, document_end,
         *ctx.options,
