@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_choice
-from sympow.data.dataset import SPLITS, Tokens, check_range
+from sympow.data.dataset import SPLITS, StoredDocuments, Tokens
 from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify, verify_once
 from sympow.data.row_order import group_by_size
 from sympow.data.sources import describe_position
@@ -32,7 +31,7 @@ HEADER = re.compile(
 )
 
 
-class ShardDataset:
+class ShardDataset(StoredDocuments):
     """One split of a folder that `prepare` wrote. A block is a few consecutive shards.
 
     Opening reads the index and maps the tokens. The first opening also verifies the hashes of all files
@@ -46,7 +45,6 @@ class ShardDataset:
     def __init__(self, folder: Path | str, split: str = "train") -> None:
         check_choice("split", split, SPLITS)
         self.folder = Path(folder)
-        self.name = f"{folder} ({split})"
         self.manifest = Manifest.load(self.folder)
         self.shards = self.manifest.splits[split]
         if not self.shards:
@@ -55,28 +53,20 @@ class ShardDataset:
             )
         self.vocab_size: int = self.manifest.tokenizer["vocab_size"]
         self.boundary: int = self.manifest.tokenizer["boundary"]
-        self._tokens = [self._map_tokens(shard) for shard in self.shards]
+        tokens = [self._map_tokens(shard) for shard in self.shards]
         indices = [self._read_index(shard) for shard in self.shards]
+        super().__init__(f"{folder} ({split})", tokens, [index[:, 0] for index in indices])
         verify_once(self.folder, self._hashes())
         self._index = np.concatenate(indices)
-        self.lengths: NDArray[np.int64] = np.ascontiguousarray(self._index[:, 0])
-        # Where each document begins in its shard.
-        self._starts = np.concatenate([np.cumsum(index[:, 0]) - index[:, 0] for index in indices])
-        self._first_documents: list[int] = np.cumsum([0, *map(len, indices)])[:-1].tolist()
         groups = group_by_size(range(len(self.shards)), lambda shard: self.shards[shard].tokens, BLOCK_TOKENS)
         first_documents = [self._first_documents[group[0]] for group in groups]
         self.blocks: NDArray[np.int64] = np.array([*first_documents, len(self.lengths)])
         contents = [(shard.tokens_sha256, shard.index_sha256) for shard in self.shards]
         self.fingerprint = hashlib.sha256(json.dumps([self.manifest.tokenizer, contents]).encode()).hexdigest()[:16]
 
-    def read(self, document: int, start: int, stop: int) -> Tokens:
-        check_range(f"document {document} of {self.name}", start, stop, self.lengths[document])
-        begin = self._starts[document]
-        return self._tokens[self._shard_of(document)][begin + start : begin + stop]
-
     def document_name(self, document: int) -> str:
         _, source, position = self._index[document].tolist()
-        return describe_position(self.shards[self._shard_of(document)].sources[source], position)
+        return describe_position(self.shards[self._array_of(document)].sources[source], position)
 
     def load_tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.folder)
@@ -91,9 +81,6 @@ class ShardDataset:
             for shard in self.shards
             for file, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.index_file, shard.index_sha256))
         }
-
-    def _shard_of(self, document: int) -> int:
-        return bisect_right(self._first_documents, document) - 1
 
     def _map_tokens(self, shard: TokenShard) -> Tokens:
         path = self.folder / shard.tokens_file
