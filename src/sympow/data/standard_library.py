@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, StoredDocuments
-from sympow.data.sources import split_by_hash
+from sympow.data.sources import HASHES, hash_of
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 from sympow.errors import UserError
 
@@ -57,7 +57,7 @@ class StandardLibrary(StoredDocuments):
 
 def _split_of(name: str) -> str:
     # With this prefix a tenth of the tokens is held out as well, some long packages among them.
-    return split_by_hash(f"module {name}".encode(), HELDOUT)
+    return "heldout" if hash_of(f"module {name}".encode()) < HELDOUT * HASHES else "train"
 
 
 @cache

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, StoredDocuments, Tokens
-from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify, verify_once
+from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify
 from sympow.data.row_order import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
@@ -56,7 +56,7 @@ class ShardDataset(StoredDocuments):
         tokens = [self._map_tokens(shard) for shard in self.shards]
         indices = [self._read_index(shard) for shard in self.shards]
         super().__init__(f"{folder} ({split})", tokens, [index[:, 0] for index in indices])
-        verify_once(self.folder, self._hashes())
+        verify(self.folder, self._hashes())
         self._index = np.concatenate(indices)
         groups = group_by_size(range(len(self.shards)), lambda shard: self.shards[shard].tokens, BLOCK_TOKENS)
         first_documents = [self._first_documents[group[0]] for group in groups]
@@ -73,7 +73,7 @@ class ShardDataset(StoredDocuments):
 
     def verify(self) -> None:
         """Reads every shard and compares it with its hash in the manifest, even if that was done before."""
-        verify(self.folder, self._hashes())
+        verify(self.folder, self._hashes(), again=True)
 
     def _hashes(self) -> dict[str, str]:
         return {
