@@ -90,11 +90,6 @@ class StoredDocuments:
         return bisect_right(self._first_documents, document) - 1
 
 
-def check_fraction(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ArgumentError(name, f"must be at least 0 and below 1, got {value}")
-
-
 def check_range(name: str, start: int, stop: int, length: int) -> None:
     """Refuses a range that is not inside a document; slicing would silently return fewer tokens."""
     if not 0 <= start <= stop <= length:

@@ -115,7 +115,7 @@ class Manifest:
     splits: dict[str, tuple[TokenShard, ...]]
 
     def __post_init__(self) -> None:
-        for name in ("tokenizer", "counts", "request", "splits"):
+        for name in ("tokenizer", "counts", "request"):
             if not isinstance(getattr(self, name), dict):
                 raise ArgumentTypeError(name, f"must map names to values, got {type(getattr(self, name)).__name__}")
         if self.dtype not in DTYPES:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_at_least
-from sympow.data.dataset import SPLITS, check_fraction
+from sympow.data.dataset import SPLITS
 from sympow.data.formats.shards import ShardWriter, id_dtype
 from sympow.data.manifest import (
     INDEX_ENDING,
@@ -144,7 +144,8 @@ def prepare(
     """
     if heldout is None:
         heldout = 0.0 if heldout_sources else HELDOUT
-    check_fraction("heldout", heldout)
+    if not 0 <= heldout < 1:
+        raise ArgumentError("heldout", f"must be at least 0 and below 1, got {heldout}")
     check_at_least("shard_bytes", shard_bytes, 1)
     if workers is not None:
         check_at_least("workers", workers, 1)
