@@ -4,7 +4,6 @@ import json
 import re
 import sys
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -67,25 +66,6 @@ def test_help_names_every_kind_of_dataset(command):
 def test_info_describes_associative_recall():
     described = json.loads(invoke("info", "mqar:pairs=8,documents=30", "--json").output)
     assert described["splits"]["train"]["documents"] == 30
-
-
-def test_info_describes_longcrawl64(tmp_path):
-    zarr, numcodecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
-    options = {"chunks": (2, 2), "zarr_format": 2, "compressors": numcodecs.Blosc(cname="lz4")}
-    for name, rows in (("train.zarr", 3), ("heldout.zarr", 2)):
-        array = zarr.create_array(
-            str(tmp_path / name),
-            shape=(rows, 2),
-            dtype="uint16",
-            fill_value=0,
-            attributes={"encoder": "tiktoken-gpt2"},
-            **options,
-        )
-        array[:] = np.array([[15496, 995]] * rows)
-    described = json.loads(invoke("info", tmp_path, "--json").output)
-    assert {split: content["documents"] for split, content in described["splits"].items()} == {"train": 3, "heldout": 2}
-    assert described["splits"]["train"]["beginnings"][2]["text"] == "Hello world"
-    assert list(json.loads(invoke("info", tmp_path / "heldout.zarr", "--json").output)["splits"]) == ["heldout"]
 
 
 def test_help_shows_the_default_fraction_once():

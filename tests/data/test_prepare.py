@@ -15,9 +15,10 @@ import pytest
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.describe import describe
-from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
+from sympow.data.manifest import WORK_FOLDER
 from sympow.data.preparation import LOCK_FILE, write_portion
 from sympow.data.sources import Reader, ReadingPlace, Source
+from sympow.data.tokenizer import ByteTokenizer
 
 
 def texts_of(dataset):
@@ -251,21 +252,29 @@ def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_pa
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        (["nowhere"], {}, "neither a file nor a folder"),
-        (["empty"], {}, "has no document in it"),
+        (["nowhere"], {}, "nowhere is neither a file nor a folder, nor hf:NAME of a dataset"),
+        (["hf:"], {}, "a dataset must be named as hf:NAME or hf:NAME,split=train,OPTION=VALUE; got 'hf:'"),
+        (["hf:a/b,split"], {}, "a dataset must be named as hf:NAME"),
+        (["empty"], {}, r"empty has no document in it: text \(\.txt"),
         (["a.txt", "a.txt"], {}, "twice"),
+        ([], {}, "at least one file or folder"),
         (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
         (["a.txt"], {"tokenizer": "empty"}, "holds no saved tokenizer"),
         (["a.txt"], {"tokenizer": "a.txt"}, r"not a readable tokenizer\.json"),
         (["a.txt"], {"tokenizer": "bpe", "vocab_size": 3}, "vocab_size must be at least 257"),
+        (["a.txt"], {"vocab_size": 300}, "vocab_size is for tokenizer='bpe'"),
         (["a.txt"], {"tokenizer": "gpt2", "boundary_token": "</s>"}, "boundary_token is for"),
+        (["a.txt"], {"heldout": 1.0}, "heldout must be at least 0 and below 1, got 1.0"),
+        (["a.txt"], {"heldout": 0.1, "heldout_sources": ["a.txt"]}, "give one of them"),
         (["a.txt", "c.jsonl"], {"field": "body", "heldout": 0}, r"c\.jsonl: no column 'body'; it has 'text', 'id'"),
         (["a.txt", "t.parquet"], {"field": "text", "heldout": 0}, r"t\.parquet: no column 'text'"),
         (["a.txt"], {"heldout_sources": ["nowhere"]}, "neither a file nor a folder"),
         (["a.txt"], {"workers": 0}, "workers must be at least 1"),
     ],
 )
-def test_a_refused_overwrite_leaves_the_folder_as_it_was(corpus, tmp_path, monkeypatch, sources, options, message):
+def test_mistakes_are_named_and_a_refused_overwrite_leaves_the_folder_as_it_was(
+    corpus, tmp_path, monkeypatch, sources, options, message
+):
     monkeypatch.chdir(corpus)
     (corpus / "empty").mkdir()
     if "t.parquet" in sources:
@@ -516,25 +525,25 @@ def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
     assert dataset.read(0, 0, int(dataset.lengths[0]) - 1).tolist() == saved.encode("first document\n").tolist()
 
 
-def test_a_large_vocabulary_gets_wider_ids(corpus, tmp_path, monkeypatch):
-    class Wide:
-        kind, vocab_size, boundary = "bytes", 70_000, 69_999
-        encode = staticmethod(lambda text: np.full(len(text), 65_537, np.uint32))
+class Constant(ByteTokenizer):
+    """Encodes each character as one id."""
 
-    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Wide)
-    monkeypatch.setattr(Wide, "save", lambda folder: None, raising=False)
+    def __init__(self, vocab_size, index):
+        self.vocab_size, self.boundary, self.index = vocab_size, vocab_size - 1, index
+
+    def encode(self, text):
+        return np.full(len(text), self.index, np.uint32)
+
+
+def test_a_large_vocabulary_gets_wider_ids(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Constant(70_000, 65_537))
     manifest = prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
     assert manifest.dtype == "uint32"
     assert open_dataset(tmp_path / "out").read(0, 14, 16).tolist() == [65_537, 69_999]
 
 
 def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path, monkeypatch):
-    class Broken:
-        kind, vocab_size, boundary = "bytes", 300, 256
-        encode = staticmethod(lambda text: np.array([300], np.uint32))
-
-    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Broken)
-    monkeypatch.setattr(Broken, "save", lambda folder: None, raising=False)
+    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Constant(300, 300))
     with pytest.raises(ValueError, match=r"a\.txt: token id 300 is beyond the tokenizer's vocabulary of 300"):
         prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
 
@@ -586,75 +595,6 @@ def test_empty_documents_are_left_out_and_counted_when_asked(tmp_path):
     manifest = prepare(sources, tmp_path / "out", heldout=0, skip_empty=True, workers=1)
     assert manifest.counts["documents"] == 1
     assert manifest.counts["empty_documents_skipped"] == 2
-
-
-@pytest.mark.parametrize(
-    ("sources", "options", "message"),
-    [
-        (["nowhere"], {}, "nowhere is neither a file nor a folder, nor hf:NAME of a dataset"),
-        (["hf:"], {}, "a dataset must be named as hf:NAME or hf:NAME,split=train,OPTION=VALUE; got 'hf:'"),
-        (["hf:a/b,split"], {}, "a dataset must be named as hf:NAME"),
-        (["empty"], {}, r"empty has no document in it: text \(\.txt"),
-        (["a.txt", "a.txt"], {}, "twice"),
-        ([], {}, "at least one file or folder"),
-        (["a.txt"], {"heldout": 1.0}, "heldout must be at least 0 and below 1, got 1.0"),
-        (["a.txt"], {"heldout": 0.1, "heldout_sources": ["a.txt"]}, "give one of them"),
-        (["a.txt"], {"vocab_size": 300}, "vocab_size is for tokenizer='bpe'"),
-        (["a.txt"], {"workers": 0}, "workers must be at least 1"),
-        (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
-    ],
-)
-def test_mistakes_in_arguments_are_named(tmp_path, monkeypatch, sources, options, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=message):
-        prepare(sources, "out", **options)
-
-
-@pytest.fixture
-def prepared(corpus, tmp_path):
-    prepare([corpus], tmp_path / "out", heldout=0, workers=1)
-    return tmp_path / "out"
-
-
-def test_verify_finds_a_changed_token(prepared):
-    dataset = open_dataset(prepared)
-    dataset.verify()
-    path = prepared / "train-00000.tokens.npy"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"train-00000\.tokens\.npy is damaged"):
-        open_dataset(prepared)
-    with pytest.raises(ValueError, match=r"train-00000\.tokens\.npy is damaged"):
-        dataset.verify()
-
-
-@pytest.mark.parametrize("kind", ["tokens", "index"])
-@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "replaced"])
-def test_an_unreadable_shard_is_named_on_opening(prepared, kind, damage):
-    path = prepared / f"train-00000.{kind}.npy"
-    if damage == "missing":
-        path.unlink()
-    elif damage == "replaced":
-        np.save(path, np.zeros(3))
-    else:
-        path.write_bytes(path.read_bytes()[: -10 if damage == "cut" else 0])
-    with pytest.raises(ValueError, match=rf"train-00000\.{kind}\.npy"):
-        open_dataset(prepared)
-
-
-def test_a_manifest_of_something_else_is_refused(prepared):
-    path = prepared / MANIFEST_FILE
-    content = json.loads(path.read_text())
-    for change, message in (({"version": 2}, "has version 2"), ({"format": "x"}, "is not a manifest of prepared data")):
-        path.write_text(json.dumps({**content, **change}))
-        with pytest.raises(ValueError, match=message):
-            open_dataset(prepared)
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"manifest\.json is not JSON"):
-        open_dataset(prepared)
 
 
 def test_the_fingerprint_follows_the_content(corpus, prepared, tmp_path):
