@@ -24,9 +24,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS
-from sympow.data.formats.shards import ShardWriter, id_dtype
+from sympow.data.formats.shards import id_dtype, save_shard
 from sympow.data.manifest import (
     INDEX_ENDING,
     MANIFEST_FILE,
@@ -415,17 +417,18 @@ def _portions(
 
 def write_portion(portion: Portion, documents: Documents, out: Path, tokenizer: Tokenizer) -> Portion:
     """Tokenizes the documents of a portion and writes their shards, then the record."""
-    writers: dict[str, ShardWriter] = {}
+    by_split: dict[str, list[tuple[NDArray[Any], str, int]]] = {}
     for split, document in documents:
         ids = tokenizer.encode(document.text)
         if len(ids) and ids.max() >= tokenizer.vocab_size:
             raise UserError(
                 f"{document}: token id {ids.max()} is beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
             )
-        if split not in writers:
-            writers[split] = ShardWriter(id_dtype(tokenizer.vocab_size), tokenizer.boundary)
-        writers[split].add(ids, document.source, document.position)
-    shards = {split: writer.save(out, f"{split}-{portion.number:05d}") for split, writer in writers.items()}
+        by_split.setdefault(split, []).append((ids, document.source, document.position))
+    shards = {
+        split: save_shard(out, f"{split}-{portion.number:05d}", encoded, tokenizer)
+        for split, encoded in by_split.items()
+    }
     done = replace(portion, splits=shards)
     path = out / WORK_FOLDER / RECORDS.replace("*", f"{portion.number:05d}")
     write_atomically(path, json.dumps(asdict(done)).encode())

@@ -120,19 +120,6 @@ def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> RowSlic
     return RowSlices(documents + first, starts, starts + sizes, offsets)
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """Order of one epoch.
-
-    Attributes:
-        groups: blocks of each group.
-        offsets: first row of each group and, last, their number, (groups + 1,).
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    offsets: Ints
-
-
 class RowOrder:
     """Rows of a dataset in the order of training.
 
@@ -163,22 +150,23 @@ class RowOrder:
 
     def rows(self, epoch: int, start: int, stop: int) -> RowSlices:
         """Rows start to stop of an epoch."""
-        order = self._epoch(epoch)
+        groups, offsets = self._epoch(epoch)
         found = []
-        group = int(np.searchsorted(order.offsets, start, side="right")) - 1
+        group = int(np.searchsorted(offsets, start, side="right")) - 1
         while start < stop:
-            first, last = order.offsets[group : group + 2].tolist()
-            rows, shuffled = self._group(epoch, order.groups[group])
+            first, last = offsets[group : group + 2].tolist()
+            rows, shuffled = self._group(epoch, groups[group])
             found.append(rows.take(shuffled[start - first : min(stop, last) - first]))
             start = min(stop, last)
             group += 1
         return RowSlices.join(found)
 
-    def _make_epoch(self, epoch: int) -> Epoch:
+    def _make_epoch(self, epoch: int) -> tuple[list[tuple[int, ...]], Ints]:
+        """The blocks of each group, and the offsets of the groups into the rows, (groups + 1,)."""
         order = self._permutation(len(self._block_tokens), epoch, 0)
         groups = group_by_size(order.tolist(), lambda block: int(self._block_tokens[block]), self._group_tokens)
         counts = [int(self._block_rows[group].sum()) for group in groups]
-        return Epoch(tuple(map(tuple, groups)), np.append(0, np.cumsum(counts)))
+        return list(map(tuple, groups)), np.append(0, np.cumsum(counts))
 
     def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[RowSlices, Ints]:
         by_block = []

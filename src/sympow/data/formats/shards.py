@@ -1,4 +1,4 @@
-"""Token shards on disk: `ShardDataset` memory-maps those that `prepare` wrote, and `ShardWriter` writes one."""
+"""Token shards on disk: `ShardDataset` memory-maps those that `prepare` wrote, and `save_shard` writes one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,37 +128,31 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
     return len(start) + len(header)
 
 
-class ShardWriter:
-    """Collects the documents of one shard.
+def save_shard(
+    folder: Path, name: str, documents: Sequence[tuple[NDArray[Any], str, int]], tokenizer: Tokenizer
+) -> TokenShard:
+    """Writes a shard.
 
     Args:
-        dtype: of the stored ids.
-        boundary: id to end every document with.
+        folder: where to.
+        name: of the shard.
+        documents: ids, (tokens,), without boundary, the source that they come from, and the position in it.
+        tokenizer: what made the ids.
     """
-
-    def __init__(self, dtype: np.dtype[Any], boundary: int) -> None:
-        self._boundary = np.array([boundary], dtype)
-        self._tokens: list[NDArray[Any]] = []
-        self._index: list[tuple[int, int, int]] = []
-        self._sources: dict[str, int] = {}
-
-    def add(self, ids: NDArray[Any], file: str, position: int) -> None:
-        """Appends a document, (tokens,), from a position in a file."""
-        self._tokens += [ids.astype(self._boundary.dtype), self._boundary]
-        source = self._sources.setdefault(file, len(self._sources))
-        self._index.append((len(ids) + 1, source, position))
-
-    def save(self, folder: Path, name: str) -> TokenShard:
-        tokens = np.concatenate(self._tokens)
-        index = np.array(self._index, np.int64)
-        return TokenShard(
-            name,
-            documents=len(index),
-            tokens=len(tokens),
-            tokens_sha256=_save_array(folder / f"{name}{TOKENS_ENDING}", tokens),
-            index_sha256=_save_array(folder / f"{name}{INDEX_ENDING}", index),
-            sources=tuple(self._sources),
-        )
+    dtype = id_dtype(tokenizer.vocab_size)
+    boundary = np.array([tokenizer.boundary], dtype)
+    tokens = np.concatenate([part.astype(dtype) for ids, _, _ in documents for part in (ids, boundary)])
+    sources = tuple(dict.fromkeys(source for _, source, _ in documents))
+    numbers = {source: number for number, source in enumerate(sources)}
+    index = np.array([(len(ids) + 1, numbers[source], position) for ids, source, position in documents], np.int64)
+    return TokenShard(
+        name,
+        documents=len(index),
+        tokens=len(tokens),
+        tokens_sha256=_save_array(folder / f"{name}{TOKENS_ENDING}", tokens),
+        index_sha256=_save_array(folder / f"{name}{INDEX_ENDING}", index),
+        sources=sources,
+    )
 
 
 def _save_array(path: Path, array: NDArray[Any]) -> str:
