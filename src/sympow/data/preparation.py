@@ -189,7 +189,10 @@ def prepare(
         contents = (document.text.encode() for document in Reader(listed, field) if document.text)
         rule = HeldoutRule.for_documents(contents, heldout) if heldout else HeldoutRule(0)
         if earlier is None:
-            made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, listed, field, rule, on_progress)
+            if tokenizer == "bpe":
+                made = _learn_tokenizer(request["vocab_size"], listed, field, rule, on_progress)
+            else:
+                made = load_tokenizer(tokenizer, boundary_token)
             # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
             _start(out, request, made)
 
@@ -324,18 +327,13 @@ def _start(out: Path, request: dict[str, Any], tokenizer: Tokenizer) -> None:
     tokenizer.save(out)
 
 
-def _make_tokenizer(
-    name: str,
-    vocab_size: int | None,
-    boundary_token: str | None,
+def _learn_tokenizer(
+    vocab_size: int,
     listed: Sequence[Source],
     field: str,
     rule: HeldoutRule,
     on_progress: Callable[[PreparationProgress], None],
 ) -> Tokenizer:
-    if name != "bpe":
-        return load_tokenizer(name, boundary_token)
-    assert vocab_size is not None
     size = text_bytes(listed)
     total = None if size is None else min(BPE_TRAINING_BYTES, size)
     read = 0

@@ -44,9 +44,10 @@ class StandardLibrary(StoredDocuments):
             np.append(ByteTokenizer().encode(_source(path)), self.boundary).astype(np.uint16) for path in self._paths
         ]
         name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor} ({split})"
-        super().__init__(name, tokens, [np.array([len(document)]) for document in tokens])
+        together = np.concatenate(tokens)
+        super().__init__(name, [together], [np.array([len(document) for document in tokens])])
         self.blocks: NDArray[np.int64] = np.array([0, len(tokens)])
-        self.fingerprint = hashlib.sha256(b"".join(tokens)).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(together.data).hexdigest()[:16]
 
     def document_name(self, document: int) -> str:
         return str(self._paths[document])
