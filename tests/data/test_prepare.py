@@ -81,17 +81,13 @@ def test_reading_goes_on_from_any_document(corpus, tmp_path, monkeypatch, saved_
         assert list(Reader(sources, "text", again)) == list(documents[number:])
 
 
-def test_a_large_file_becomes_several_shards(corpus, tmp_path):
+def test_a_large_file_becomes_several_shards_and_blocks_are_whole_ones(corpus, tmp_path, monkeypatch):
     prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     assert list(texts_of(dataset).values()) == jsonl_texts(corpus / "c.jsonl")
     assert len(dataset.manifest.splits["train"]) > 4
     assert dataset.blocks.tolist() == [0, 40]
-
-
-def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("sympow.data.formats.shards.BLOCK_TOKENS", 2500)
-    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()
     assert 2 < len(dataset.blocks) <= len(ends)
@@ -101,22 +97,9 @@ def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
     assert all(count <= 2500 or count in shard_tokens for count in tokens.tolist())
 
 
-def test_parquet_rows_are_documents(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    rows = [f"row {n} " * (n + 1) for n in range(30)]
-    pq.write_table(pa.table({"id": list(range(30)), "body": rows}), tmp_path / "t.parquet", row_group_size=7)
-    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", heldout=0, workers=1, shard_bytes=200)
-    texts = texts_of(open_dataset(tmp_path / "out"))
-    assert list(texts.values()) == rows
-    assert texts[f"{tmp_path / 't.parquet'}, row 29"] == rows[29]
-    assert len(open_dataset(tmp_path / "out").shards) > 4
-    with pytest.raises(ValueError, match=r"t\.parquet: no column 'text'; it has 'id', 'body'"):
-        prepare([tmp_path / "t.parquet"], tmp_path / "other", workers=1)
-
-
-def test_tables_of_other_kinds_are_read(tmp_path):
+def test_tables_of_every_kind_are_read(tmp_path):
     pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = ["one, and more", "zweite Zeile: größer"]
     (tmp_path / "a.csv").write_text(f'id,text\n1,"{rows[0]}"\n2,{rows[1]}\n')
     (tmp_path / "b.tsv").write_text(f"text\tid\n{rows[0]}\t1\n{rows[1]}\t2\n")
@@ -124,11 +107,12 @@ def test_tables_of_other_kinds_are_read(tmp_path):
     lines = "\n".join(json.dumps({"text": text}) for text in rows).encode()
     (tmp_path / "d [1].jsonl").write_bytes(lines)
     (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(lines))
+    pq.write_table(pa.table({"id": [1, 2], "text": rows}), tmp_path / "f.parquet", row_group_size=1)
     sources = sorted(tmp_path.iterdir())
-    prepare(sources, tmp_path / "out", heldout=0, workers=1)
+    prepare(sources, tmp_path / "out", heldout=0, workers=1, shard_bytes=40)
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert list(texts) == [f"{source}, row {row}" for source in sources for row in range(2)]
-    assert list(texts.values()) == rows * 5
+    assert list(texts.values()) == rows * 6
 
 
 def test_tables_name_the_extra_that_reads_them(corpus, tmp_path, monkeypatch):
