@@ -478,25 +478,24 @@ def test_a_document_that_cannot_be_shared_out_is_refused(tmp_path):
         prepare([tmp_path / "x.txt"], tmp_path / "out", workers=1)
 
 
-@pytest.mark.parametrize("name", ["a.md", "a.TXT", "a.py", "sub/a.rst"])
-def test_text_files_of_a_folder_are_documents(tmp_path, name):
-    path = tmp_path / "texts" / name
-    path.parent.mkdir(parents=True)
-    path.write_text("a document")
-    (tmp_path / "texts" / "data.bin").write_bytes(b"\xff")
-    hidden = tmp_path / "texts" / ".venv" / "b.py"
-    hidden.parent.mkdir()
-    hidden.write_text("somebody else's")
+def test_files_with_known_names_in_a_folder_are_documents(tmp_path):
+    names = ["a.md", "b.TXT", "c.py", "sub/d.rst", "data.bin", ".venv/b.py"]
+    for name in names:
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(f"a document, {name}")
     manifest = prepare([tmp_path / "texts"], tmp_path / "out", heldout=0, workers=1)
-    assert texts_of(open_dataset(tmp_path / "out")) == {str(path): "a document"}
+    assert texts_of(open_dataset(tmp_path / "out")) == {
+        str(tmp_path / "texts" / name): f"a document, {name}" for name in names[:4]
+    }
     assert manifest.counts["files_ignored"] == [str(tmp_path / "texts" / "data.bin")]
 
 
-@pytest.mark.parametrize("name", ["README", "notes.md", "old.TXT", "page.xyz"])
-def test_a_file_that_is_named_is_text_whatever_its_name(tmp_path, name):
-    (tmp_path / name).write_text("größer")
-    prepare([tmp_path / name], tmp_path / "out", heldout=0, workers=1)
-    assert texts_of(open_dataset(tmp_path / "out")) == {str(tmp_path / name): "größer"}
+def test_a_file_that_is_named_is_text_whatever_its_name(tmp_path):
+    paths = [tmp_path / name for name in ("README", "notes.md", "old.TXT", "page.xyz")]
+    for path in paths:
+        path.write_text(f"größer, {path.name}")
+    prepare(paths, tmp_path / "out", heldout=0, workers=1)
+    assert texts_of(open_dataset(tmp_path / "out")) == {str(path): f"größer, {path.name}" for path in paths}
 
 
 def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +22,20 @@ def permutation(count: int, *seed: int) -> NDArray[np.int64]:
     return np.argsort(bits, kind="stable")
 
 
-T = TypeVar("T")
+def group_by_size(sizes: Iterable[int], largest: int) -> list[int]:
+    """Groups consecutive sizes greedily up to a total of `largest`; a larger one is a group by itself.
 
-
-def group_by_size(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> list[list[T]]:
-    """Groups consecutive items greedily up to a total size of `largest`; a larger item is a group by itself."""
-    groups: list[list[T]] = []
+    Returns:
+        The number of the first of each group.
+    """
+    firsts: list[int] = []
     total = 0
-    for item in items:
-        size = size_of(item)
-        if not groups or total + size > largest:
-            groups.append([])
+    for number, size in enumerate(sizes):
+        if not firsts or total + size > largest:
+            firsts.append(number)
             total = 0
-        groups[-1].append(item)
         total += size
-    return groups
+    return firsts
 
 
 Ints = NDArray[np.int64]
@@ -164,9 +162,10 @@ class RowOrder:
     def _make_epoch(self, epoch: int) -> tuple[list[tuple[int, ...]], Ints]:
         """The blocks of each group, and the offsets of the groups into the rows, (groups + 1,)."""
         order = self._permutation(len(self._block_tokens), epoch, 0)
-        groups = group_by_size(order.tolist(), lambda block: int(self._block_tokens[block]), self._group_tokens)
-        counts = [int(self._block_rows[group].sum()) for group in groups]
-        return list(map(tuple, groups)), np.append(0, np.cumsum(counts))
+        firsts = group_by_size(self._block_tokens[order].tolist(), self._group_tokens)
+        groups = [tuple(group.tolist()) for group in np.split(order, firsts[1:])]
+        counts = np.add.reduceat(self._block_rows[order], firsts).tolist()
+        return groups, np.append(0, np.cumsum(counts))
 
     def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[RowSlices, Ints]:
         by_block = []

@@ -59,9 +59,9 @@ class ShardDataset(StoredDocuments):
         super().__init__(f"{folder} ({split})", tokens, [index[:, 0] for index in indices])
         verify(self.folder, self._hashes())
         self._index = np.concatenate(indices)
-        groups = group_by_size(range(len(self.shards)), lambda shard: self.shards[shard].tokens, BLOCK_TOKENS)
-        first_documents = [self._first_documents[group[0]] for group in groups]
-        self.blocks: NDArray[np.int64] = np.array([*first_documents, len(self.lengths)])
+        firsts = group_by_size((shard.tokens for shard in self.shards), BLOCK_TOKENS)
+        begins = [self._first_documents[shard] for shard in firsts]
+        self.blocks: NDArray[np.int64] = np.array([*begins, len(self.lengths)])
         contents = [(shard.tokens_sha256, shard.index_sha256) for shard in self.shards]
         self.fingerprint = hashlib.sha256(json.dumps([self.manifest.tokenizer, contents]).encode()).hexdigest()[:16]
 
