@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -217,7 +218,8 @@ class Loader:
             group_tokens=group_tokens,
         )
         self.summary = self._summarize()
-        self._epoch, self._batch = 0, 0
+        # Batches before the next one, those of earlier epochs included.
+        self._position = 0
 
     @property
     def batches_per_epoch(self) -> int:
@@ -225,16 +227,19 @@ class Loader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from the current position on. Only one iteration at a time, since the position is the loader's."""
-        made = ((position, self._make(*position)) for position in self._positions())
+        begin, per_epoch = self._position, self.batches_per_epoch
+        positions = count(begin) if self._epochs is None else range(begin, self._epochs * per_epoch)
+        made = ((position, self._make(*divmod(position, per_epoch))) for position in positions)
         with closing(prefetch(made, self._prefetch)) as ready:
-            for (epoch, batch), content in ready:
+            for position, batch in ready:
                 # Before the yield: a checkpoint written while the batch is in use must point to the next one.
-                self._epoch, self._batch = self._after(epoch, batch)
-                yield content
+                self._position = position + 1
+                yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch yielded, and all that the order of batches depends on."""
-        return {"epoch": self._epoch, "batch": self._batch, **self._identity}
+        epoch, batch = divmod(self._position, self.batches_per_epoch)
+        return {"epoch": epoch, "batch": batch, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position of the next iteration; the number of processes may differ."""
@@ -257,16 +262,7 @@ class Loader:
             raise ArgumentError(
                 "batch", f"must be below the {self.batches_per_epoch} of an epoch, got {state['batch']}"
             )
-        self._epoch, self._batch = state["epoch"], state["batch"]
-
-    def _positions(self) -> Iterator[tuple[int, int]]:
-        epoch, batch = self._epoch, self._batch
-        while self._epochs is None or epoch < self._epochs:
-            yield epoch, batch
-            epoch, batch = self._after(epoch, batch)
-
-    def _after(self, epoch: int, batch: int) -> tuple[int, int]:
-        return (epoch, batch + 1) if batch + 1 < self.batches_per_epoch else (epoch + 1, 0)
+        self._position = state["epoch"] * self.batches_per_epoch + state["batch"]
 
     def _make(self, epoch: int, batch: int) -> Batch:
         """The rows of a global batch that belong to this process."""

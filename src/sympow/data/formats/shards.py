@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, StoredDocuments, Tokens
+from sympow.data.formats.token_file import file_size, map_array
 from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify
 from sympow.data.row_order import group_by_size
 from sympow.data.sources import describe_position
@@ -84,11 +85,8 @@ class ShardDataset(StoredDocuments):
         }
 
     def _map_tokens(self, shard: TokenShard) -> Tokens:
-        path = self.folder / shard.tokens_file
-        dtype, shape = np.dtype(self.manifest.dtype), (shard.tokens,)
-        offset = _find_content(path, dtype, shape)
-        # As a plain array: slicing np.memmap costs several times as much.
-        return np.asarray(np.memmap(path, dtype, "r", offset, shape))
+        path, dtype = self.folder / shard.tokens_file, self.manifest.dtype
+        return map_array(path, dtype, _find_content(path, np.dtype(dtype), (shard.tokens,)))
 
     def _read_index(self, shard: TokenShard) -> NDArray[np.int64]:
         path = self.folder / shard.index_file
@@ -110,8 +108,7 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
 
     NumPy's own reader would allocate as much memory as the header says, and evaluate the header as Python.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is not a file" if path.exists() else f"{path} is missing")
+    size, content = file_size(path), math.prod(shape) * dtype.itemsize
     with path.open("rb") as file:
         start = file.read(len(MAGIC) + 2)
         header = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
@@ -119,7 +116,6 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
     if not start.startswith(MAGIC) or found is None:
         raise UserError(f"{path} is not a readable shard: it has no header of a numeric array")
     described = found["dtype"].decode(), tuple(map(int, found["shape"].replace(b",", b" ").split()))
-    size, content = path.stat().st_size, math.prod(shape) * dtype.itemsize
     if described != (dtype.str, shape) or size != len(start) + len(header) + content:
         raise UserError(
             f"{path} must be {dtype} of shape {shape} by the manifest, in a file of "
