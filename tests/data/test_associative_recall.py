@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sympow.data import Loader, open_dataset
-from sympow.data.associative_recall import RecallTask
 
 
 def test_every_query_has_the_value_of_its_pair():
@@ -21,7 +20,11 @@ def test_every_query_has_the_value_of_its_pair():
 
 def test_documents_are_the_same_every_time_and_differ_from_each_other():
     one, other = (open_dataset("mqar:pairs=8") for _ in range(2))
-    assert one.lengths[0] == 32
+    assert one.lengths.tolist() == [32] * 65_536
+    assert one.fingerprint == other.fingerprint
+    assert (
+        open_dataset("mqar").fingerprint == open_dataset("mqar:pairs=16,length=64,documents=65536,seed=0").fingerprint
+    )
     np.testing.assert_array_equal(one.read(3, 0, 32), other.read(3, 0, 32))
     np.testing.assert_array_equal(one.read(3, 5, 9), one.read(3, 0, 32)[5:9])
     texts = {one.read(n, 0, 32).tobytes() for n in range(50)}
@@ -54,7 +57,3 @@ def test_a_row_is_a_document():
 def test_mistakes_are_named(name, message):
     with pytest.raises(ValueError, match=message):
         open_dataset(name)
-
-
-def test_the_task_by_default():
-    assert RecallTask() == RecallTask(pairs=16, length=64, documents=65_536, seed=0)

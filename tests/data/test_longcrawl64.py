@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from sympow.data import Loader, open_dataset
+from sympow.data import Loader, load_tokenizer, open_dataset
+from sympow.data.describe import describe
 from sympow.data.formats.longcrawl64 import LongCrawl64
 
 zarr = pytest.importorskip("zarr")
@@ -55,6 +56,16 @@ def test_every_range_of_every_row_is_read(store, split):
     for row in (0, 7, 8, 19):
         for start, stop in ((0, LENGTH), (15, 17), (16, 32), (5, 5), (63, 64), (0, 1)):
             assert dataset.read(row, start, stop).tolist() == tokens[split][row, start:stop].tolist()
+
+
+def test_info_describes_the_splits_that_are_there(store):
+    described = describe(str(store[0]), shown_tokens=4)["splits"]
+    assert list(described) == ["train", "heldout"]
+    assert all((split["documents"], split["tokens"]) == (ROWS, ROWS * LENGTH) for split in described.values())
+    first = store[1]["heldout"][0, :4]
+    assert described["heldout"]["beginnings"][0]["tokens"] == first.tolist()
+    assert described["heldout"]["beginnings"][0]["text"] == load_tokenizer("gpt2").decode(first)
+    assert list(describe(str(store[0] / "heldout.zarr"))["splits"]) == ["heldout"]
 
 
 def test_targets_are_the_row_and_inputs_the_row_shifted_by_one(store):
@@ -124,10 +135,9 @@ def test_an_fsspec_address_is_read():
 def test_a_single_array_has_the_split_of_its_name(store):
     folder, tokens = store
     for split, other in (("train", "heldout"), ("heldout", "train")):
-        array = folder / f"{split}.zarr"
-        assert open_dataset(array, split).read(0, 0, LENGTH).tolist() == tokens[split][0].tolist()
-        assert open_dataset(f"{array}/", split).read(0, 0, 4).tolist() == tokens[split][0, :4].tolist()
-        for name in (array, f"{array}/"):
+        array, address = folder / f"{split}.zarr", f"memory://single/{split}.zarr"
+        for name, expected in ((array, tokens[split]), (f"{array}/", tokens[split]), (address, write(address))):
+            assert open_dataset(name, split).read(3, 0, LENGTH).tolist() == expected[3].tolist()
             with pytest.raises(
                 ValueError, match=rf"split '{other}', and .*{split}\.zarr has only '{split}'; name the folder"
             ):
@@ -139,13 +149,6 @@ def test_an_array_of_another_name_is_for_training(tmp_path):
     assert open_dataset(tmp_path / "mirror.zarr").read(0, 0, LENGTH).tolist() == tokens[0].tolist()
     with pytest.raises(ValueError, match=r"must have the split 'heldout', and .*mirror\.zarr has only 'train'"):
         open_dataset(tmp_path / "mirror.zarr", "heldout")
-
-
-def test_an_array_behind_an_address_has_the_split_of_its_name():
-    tokens = write("memory://single/heldout.zarr")
-    assert open_dataset("memory://single/heldout.zarr", "heldout").read(3, 0, 8).tolist() == tokens[3, :8].tolist()
-    with pytest.raises(ValueError, match=r"memory://single/heldout\.zarr has only 'heldout'; name the folder"):
-        open_dataset("memory://single/heldout.zarr")
 
 
 def test_a_missing_chunk_is_refused_on_opening_a_folder(store):

@@ -15,9 +15,10 @@ import pytest
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.describe import describe
-from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
+from sympow.data.manifest import WORK_FOLDER
 from sympow.data.preparation import LOCK_FILE, write_portion
 from sympow.data.sources import Reader, ReadingPlace, Source
+from sympow.data.tokenizer import ByteTokenizer
 
 
 def texts_of(dataset):
@@ -80,17 +81,13 @@ def test_reading_goes_on_from_any_document(corpus, tmp_path, monkeypatch, saved_
         assert list(Reader(sources, "text", again)) == list(documents[number:])
 
 
-def test_a_large_file_becomes_several_shards(corpus, tmp_path):
+def test_a_large_file_becomes_several_shards_and_blocks_are_whole_ones(corpus, tmp_path, monkeypatch):
     prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     assert list(texts_of(dataset).values()) == jsonl_texts(corpus / "c.jsonl")
     assert len(dataset.manifest.splits["train"]) > 4
     assert dataset.blocks.tolist() == [0, 40]
-
-
-def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("sympow.data.formats.shards.BLOCK_TOKENS", 2500)
-    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()
     assert 2 < len(dataset.blocks) <= len(ends)
@@ -100,22 +97,9 @@ def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
     assert all(count <= 2500 or count in shard_tokens for count in tokens.tolist())
 
 
-def test_parquet_rows_are_documents(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    rows = [f"row {n} " * (n + 1) for n in range(30)]
-    pq.write_table(pa.table({"id": list(range(30)), "body": rows}), tmp_path / "t.parquet", row_group_size=7)
-    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", heldout=0, workers=1, shard_bytes=200)
-    texts = texts_of(open_dataset(tmp_path / "out"))
-    assert list(texts.values()) == rows
-    assert texts[f"{tmp_path / 't.parquet'}, row 29"] == rows[29]
-    assert len(open_dataset(tmp_path / "out").shards) > 4
-    with pytest.raises(ValueError, match=r"t\.parquet: no column 'text'; it has 'id', 'body'"):
-        prepare([tmp_path / "t.parquet"], tmp_path / "other", workers=1)
-
-
-def test_tables_of_other_kinds_are_read(tmp_path):
+def test_tables_of_every_kind_are_read(tmp_path):
     pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = ["one, and more", "zweite Zeile: größer"]
     (tmp_path / "a.csv").write_text(f'id,text\n1,"{rows[0]}"\n2,{rows[1]}\n')
     (tmp_path / "b.tsv").write_text(f"text\tid\n{rows[0]}\t1\n{rows[1]}\t2\n")
@@ -123,11 +107,12 @@ def test_tables_of_other_kinds_are_read(tmp_path):
     lines = "\n".join(json.dumps({"text": text}) for text in rows).encode()
     (tmp_path / "d [1].jsonl").write_bytes(lines)
     (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(lines))
+    pq.write_table(pa.table({"id": [1, 2], "text": rows}), tmp_path / "f.parquet", row_group_size=1)
     sources = sorted(tmp_path.iterdir())
-    prepare(sources, tmp_path / "out", heldout=0, workers=1)
+    prepare(sources, tmp_path / "out", heldout=0, workers=1, shard_bytes=40)
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert list(texts) == [f"{source}, row {row}" for source in sources for row in range(2)]
-    assert list(texts.values()) == rows * 5
+    assert list(texts.values()) == rows * 6
 
 
 def test_tables_name_the_extra_that_reads_them(corpus, tmp_path, monkeypatch):
@@ -251,21 +236,29 @@ def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_pa
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        (["nowhere"], {}, "neither a file nor a folder"),
-        (["empty"], {}, "has no document in it"),
+        (["nowhere"], {}, "nowhere is neither a file nor a folder, nor hf:NAME of a dataset"),
+        (["hf:"], {}, "a dataset must be named as hf:NAME or hf:NAME,split=train,OPTION=VALUE; got 'hf:'"),
+        (["hf:a/b,split"], {}, "a dataset must be named as hf:NAME"),
+        (["empty"], {}, r"empty has no document in it: text \(\.txt"),
         (["a.txt", "a.txt"], {}, "twice"),
+        ([], {}, "at least one file or folder"),
         (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
         (["a.txt"], {"tokenizer": "empty"}, "holds no saved tokenizer"),
         (["a.txt"], {"tokenizer": "a.txt"}, r"not a readable tokenizer\.json"),
         (["a.txt"], {"tokenizer": "bpe", "vocab_size": 3}, "vocab_size must be at least 257"),
+        (["a.txt"], {"vocab_size": 300}, "vocab_size is for tokenizer='bpe'"),
         (["a.txt"], {"tokenizer": "gpt2", "boundary_token": "</s>"}, "boundary_token is for"),
+        (["a.txt"], {"heldout": 1.0}, "heldout must be at least 0 and below 1, got 1.0"),
+        (["a.txt"], {"heldout": 0.1, "heldout_sources": ["a.txt"]}, "give one of them"),
         (["a.txt", "c.jsonl"], {"field": "body", "heldout": 0}, r"c\.jsonl: no column 'body'; it has 'text', 'id'"),
         (["a.txt", "t.parquet"], {"field": "text", "heldout": 0}, r"t\.parquet: no column 'text'"),
         (["a.txt"], {"heldout_sources": ["nowhere"]}, "neither a file nor a folder"),
         (["a.txt"], {"workers": 0}, "workers must be at least 1"),
     ],
 )
-def test_a_refused_overwrite_leaves_the_folder_as_it_was(corpus, tmp_path, monkeypatch, sources, options, message):
+def test_mistakes_are_named_and_a_refused_overwrite_leaves_the_folder_as_it_was(
+    corpus, tmp_path, monkeypatch, sources, options, message
+):
     monkeypatch.chdir(corpus)
     (corpus / "empty").mkdir()
     if "t.parquet" in sources:
@@ -485,25 +478,24 @@ def test_a_document_that_cannot_be_shared_out_is_refused(tmp_path):
         prepare([tmp_path / "x.txt"], tmp_path / "out", workers=1)
 
 
-@pytest.mark.parametrize("name", ["a.md", "a.TXT", "a.py", "sub/a.rst"])
-def test_text_files_of_a_folder_are_documents(tmp_path, name):
-    path = tmp_path / "texts" / name
-    path.parent.mkdir(parents=True)
-    path.write_text("a document")
-    (tmp_path / "texts" / "data.bin").write_bytes(b"\xff")
-    hidden = tmp_path / "texts" / ".venv" / "b.py"
-    hidden.parent.mkdir()
-    hidden.write_text("somebody else's")
+def test_files_with_known_names_in_a_folder_are_documents(tmp_path):
+    names = ["a.md", "b.TXT", "c.py", "sub/d.rst", "data.bin", ".venv/b.py"]
+    for name in names:
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(f"a document, {name}")
     manifest = prepare([tmp_path / "texts"], tmp_path / "out", heldout=0, workers=1)
-    assert texts_of(open_dataset(tmp_path / "out")) == {str(path): "a document"}
+    assert texts_of(open_dataset(tmp_path / "out")) == {
+        str(tmp_path / "texts" / name): f"a document, {name}" for name in names[:4]
+    }
     assert manifest.counts["files_ignored"] == [str(tmp_path / "texts" / "data.bin")]
 
 
-@pytest.mark.parametrize("name", ["README", "notes.md", "old.TXT", "page.xyz"])
-def test_a_file_that_is_named_is_text_whatever_its_name(tmp_path, name):
-    (tmp_path / name).write_text("größer")
-    prepare([tmp_path / name], tmp_path / "out", heldout=0, workers=1)
-    assert texts_of(open_dataset(tmp_path / "out")) == {str(tmp_path / name): "größer"}
+def test_a_file_that_is_named_is_text_whatever_its_name(tmp_path):
+    paths = [tmp_path / name for name in ("README", "notes.md", "old.TXT", "page.xyz")]
+    for path in paths:
+        path.write_text(f"größer, {path.name}")
+    prepare(paths, tmp_path / "out", heldout=0, workers=1)
+    assert texts_of(open_dataset(tmp_path / "out")) == {str(path): f"größer, {path.name}" for path in paths}
 
 
 def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
@@ -516,25 +508,25 @@ def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
     assert dataset.read(0, 0, int(dataset.lengths[0]) - 1).tolist() == saved.encode("first document\n").tolist()
 
 
-def test_a_large_vocabulary_gets_wider_ids(corpus, tmp_path, monkeypatch):
-    class Wide:
-        kind, vocab_size, boundary = "bytes", 70_000, 69_999
-        encode = staticmethod(lambda text: np.full(len(text), 65_537, np.uint32))
+class Constant(ByteTokenizer):
+    """Encodes each character as one id."""
 
-    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Wide)
-    monkeypatch.setattr(Wide, "save", lambda folder: None, raising=False)
+    def __init__(self, vocab_size, index):
+        self.vocab_size, self.boundary, self.index = vocab_size, vocab_size - 1, index
+
+    def encode(self, text):
+        return np.full(len(text), self.index, np.uint32)
+
+
+def test_a_large_vocabulary_gets_wider_ids(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Constant(70_000, 65_537))
     manifest = prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
     assert manifest.dtype == "uint32"
     assert open_dataset(tmp_path / "out").read(0, 14, 16).tolist() == [65_537, 69_999]
 
 
 def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path, monkeypatch):
-    class Broken:
-        kind, vocab_size, boundary = "bytes", 300, 256
-        encode = staticmethod(lambda text: np.array([300], np.uint32))
-
-    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Broken)
-    monkeypatch.setattr(Broken, "save", lambda folder: None, raising=False)
+    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Constant(300, 300))
     with pytest.raises(ValueError, match=r"a\.txt: token id 300 is beyond the tokenizer's vocabulary of 300"):
         prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
 
@@ -586,75 +578,6 @@ def test_empty_documents_are_left_out_and_counted_when_asked(tmp_path):
     manifest = prepare(sources, tmp_path / "out", heldout=0, skip_empty=True, workers=1)
     assert manifest.counts["documents"] == 1
     assert manifest.counts["empty_documents_skipped"] == 2
-
-
-@pytest.mark.parametrize(
-    ("sources", "options", "message"),
-    [
-        (["nowhere"], {}, "nowhere is neither a file nor a folder, nor hf:NAME of a dataset"),
-        (["hf:"], {}, "a dataset must be named as hf:NAME or hf:NAME,split=train,OPTION=VALUE; got 'hf:'"),
-        (["hf:a/b,split"], {}, "a dataset must be named as hf:NAME"),
-        (["empty"], {}, r"empty has no document in it: text \(\.txt"),
-        (["a.txt", "a.txt"], {}, "twice"),
-        ([], {}, "at least one file or folder"),
-        (["a.txt"], {"heldout": 1.0}, "heldout must be at least 0 and below 1, got 1.0"),
-        (["a.txt"], {"heldout": 0.1, "heldout_sources": ["a.txt"]}, "give one of them"),
-        (["a.txt"], {"vocab_size": 300}, "vocab_size is for tokenizer='bpe'"),
-        (["a.txt"], {"workers": 0}, "workers must be at least 1"),
-        (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
-    ],
-)
-def test_mistakes_in_arguments_are_named(tmp_path, monkeypatch, sources, options, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=message):
-        prepare(sources, "out", **options)
-
-
-@pytest.fixture
-def prepared(corpus, tmp_path):
-    prepare([corpus], tmp_path / "out", heldout=0, workers=1)
-    return tmp_path / "out"
-
-
-def test_verify_finds_a_changed_token(prepared):
-    dataset = open_dataset(prepared)
-    dataset.verify()
-    path = prepared / "train-00000.tokens.npy"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"train-00000\.tokens\.npy is damaged"):
-        open_dataset(prepared)
-    with pytest.raises(ValueError, match=r"train-00000\.tokens\.npy is damaged"):
-        dataset.verify()
-
-
-@pytest.mark.parametrize("kind", ["tokens", "index"])
-@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "replaced"])
-def test_an_unreadable_shard_is_named_on_opening(prepared, kind, damage):
-    path = prepared / f"train-00000.{kind}.npy"
-    if damage == "missing":
-        path.unlink()
-    elif damage == "replaced":
-        np.save(path, np.zeros(3))
-    else:
-        path.write_bytes(path.read_bytes()[: -10 if damage == "cut" else 0])
-    with pytest.raises(ValueError, match=rf"train-00000\.{kind}\.npy"):
-        open_dataset(prepared)
-
-
-def test_a_manifest_of_something_else_is_refused(prepared):
-    path = prepared / MANIFEST_FILE
-    content = json.loads(path.read_text())
-    for change, message in (({"version": 2}, "has version 2"), ({"format": "x"}, "is not a manifest of prepared data")):
-        path.write_text(json.dumps({**content, **change}))
-        with pytest.raises(ValueError, match=message):
-            open_dataset(prepared)
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"manifest\.json is not JSON"):
-        open_dataset(prepared)
 
 
 def test_the_fingerprint_follows_the_content(corpus, prepared, tmp_path):

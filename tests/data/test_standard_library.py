@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from sympow.data import open_dataset
-from sympow.data.standard_library import StandardLibrary
-from sympow.data.tokenizer import train_bpe
 
 ROOT = Path(sysconfig.get_path("stdlib"))
 
@@ -40,7 +38,7 @@ def test_a_package_is_one_document_of_all_its_files(train):
 
 
 def test_the_order_is_fixed_and_documents_end_in_the_boundary(train):
-    again = StandardLibrary()
+    again = open_dataset("stdlib")
     names = [train.document_name(n) for n in range(len(train.lengths))]
     assert names == sorted(names) == [again.document_name(n) for n in range(len(again.lengths))]
     assert again.fingerprint == train.fingerprint
@@ -63,13 +61,6 @@ def test_the_splits_share_no_module(train):
     assert 0.03 < heldout.lengths.sum() / train.lengths.sum() < 0.3
     assert heldout.lengths.max() > 65_536
     assert heldout.fingerprint != train.fingerprint
-
-
-def test_another_tokenizer_may_be_used():
-    tokenizer = train_bpe(["import os\ndef function(self):\n    return None\n" * 10], 300)
-    dataset = StandardLibrary("heldout", tokenizer)
-    assert dataset.vocab_size == tokenizer.vocab_size
-    assert dataset.lengths.sum() < StandardLibrary("heldout").lengths.sum()
 
 
 def test_unknown_sources_are_refused(tmp_path):

@@ -148,18 +148,14 @@ def test_files_are_held_out_by_their_names(folder, name):
     assert documents_of(open_dataset(folder, "heldout")) == DOCUMENTS[30:]
 
 
-def test_a_split_without_files_is_refused(folder):
-    write_nanogpt(folder / "train.bin", DOCUMENTS)
-    with pytest.raises(ValueError, match=r"tokens has no split 'heldout': files to hold out must have a word such as"):
-        open_dataset(folder, "heldout")
-    with pytest.raises(ValueError, match=r"train\.bin has no split 'heldout'"):
-        open_dataset(folder / "train.bin", "heldout")
-
-
-def test_a_file_can_be_named(folder):
+def test_a_file_can_be_named_and_a_split_without_files_is_refused(folder):
     write_nanogpt(folder / "a.bin", DOCUMENTS[:30])
     write_nanogpt(folder / "b.bin", DOCUMENTS[30:])
     assert documents_of(open_dataset(folder / "b.bin")) == DOCUMENTS[30:]
+    with pytest.raises(ValueError, match=r"tokens has no split 'heldout': files to hold out must have a word such as"):
+        open_dataset(folder, "heldout")
+    with pytest.raises(ValueError, match=r"b\.bin has no split 'heldout'"):
+        open_dataset(folder / "b.bin", "heldout")
 
 
 def test_the_fingerprint_follows_the_content(folder):
@@ -225,11 +221,7 @@ def swapped_ends(folder):
     [
         ("a.ds", cut("a.ds", 2), r"a\.ds\.index does not fit a\.ds, which has .* bytes: .* tokens by the index"),
         ("a.ds", cut("a.ds", 1), r"a\.ds\.index does not fit a\.ds"),
-        (
-            "a.ds",
-            cut("a.ds.index", 8),
-            r"a\.ds\.index does not fit a\.ds, which has 1,\d+ tokens: its last document ends",
-        ),
+        ("a.ds", cut("a.ds.index", 8), r"a\.ds\.index does not fit a\.ds, .* 1,\d+ tokens: its last document ends"),
         ("a.ds", cut("a.ds.index", 3), r"a\.ds\.index is damaged or incomplete: 317 bytes are no whole number of <u8"),
         ("a.ds", replace("a.ds.index", b""), r"a\.ds\.index does not fit a\.ds, .* ends at token 0"),
         ("a.ds", swapped_ends, "a.ds.index does not fit a.ds, .*: its ends do not increase"),
@@ -253,11 +245,8 @@ def swapped_ends(folder):
         ("a.bin", overwrite("a.idx", 34, b"\xff" * 4), r"a\.idx is damaged: its sequences must follow one another"),
         ("a.bin", overwrite("a.idx", 34 + 160, b"\1"), r"a\.idx is damaged: its sequences must follow one another"),
         ("a.bin", overwrite("a.idx", 34 + 480, b"\1"), r"a\.idx is damaged: its documents must have all 40 sequences"),
-        (
-            "a.bin",
-            overwrite("a.idx", 34 + 488, b"\xff"),
-            r"a\.idx is damaged: its documents must have all 40 sequences",
-        ),
+        ("a.bin", overwrite("a.idx", 34 + 488, b"\xff"), r"a\.idx is damaged: its documents must have all 40"),
+        ("a.bin", overwrite("a.idx", 842, bytes(40)), r"a\.idx is of a multimodal dataset"),
         ("a.bin", pipe("a.idx"), r"a\.idx is not a file"),
         ("train.bin", cut("train.bin", 1), r"train\.bin is damaged or incomplete: .* no whole number of <u2"),
         ("train.bin", overwrite("train.bin", 8, b"\xff\xff"), r"train\.bin has the id 65,535, beyond the tokenizer's"),
@@ -270,14 +259,6 @@ def test_a_damaged_file_is_named(folder, kind, damage, message):
     write(folder / kind, DOCUMENTS)
     damage(folder)
     with pytest.raises(ValueError, match=message):
-        open_dataset(folder)
-
-
-def test_a_multimodal_dataset_is_refused(folder):
-    write_megatron(folder / "a.bin", DOCUMENTS)
-    with (folder / "a.idx").open("ab") as file:
-        file.write(bytes(len(DOCUMENTS)))
-    with pytest.raises(ValueError, match=r"a\.idx is of a multimodal dataset"):
         open_dataset(folder)
 
 
@@ -323,10 +304,8 @@ def test_the_tokenizer_is_found_beside_the_files_or_by_the_metadata(tmp_path):
     pytest.importorskip("tokenizers")
     made = train_bpe(["some text to learn from"] * 3, 270)
     made.save(tmp_path / "made")
-    tokens = tmp_path / "tokens"
-    write_datatrove(
-        tokens / "a.ds", [[*made.encode("some text"), made.boundary]], "<u2", tmp_path / "made/tokenizer.json"
-    )
+    tokens, document = tmp_path / "tokens", [*made.encode("some text"), made.boundary]
+    write_datatrove(tokens / "a.ds", [document], "<u2", tmp_path / "made/tokenizer.json")
     dataset = open_dataset(tokens)
     assert dataset.load_tokenizer().decode(dataset.read(0, 0, int(dataset.lengths[0]))) == "some text"
     # What lies beside the files counts first.
@@ -350,10 +329,7 @@ def test_the_command_names_a_tokenizer_and_info_describes_the_folder(tmp_path):
     assert "bytes, 257 tokens, boundary token 256" in result.output
     described = json.loads(invoke("info", tmp_path / "tokens", "--json", "--tokens", "9").output)
     assert described["format"] == "nanoGPT"
-    assert {split: content["documents"] for split, content in described["splits"].items()} == {
-        "train": 30,
-        "heldout": 10,
-    }
+    assert [described["splits"][split]["documents"] for split in ("train", "heldout")] == [30, 10]
     assert described["splits"]["train"]["beginnings"][1]["text"] == "document "
     assert "│ format         │ nanoGPT" in invoke("info", tmp_path / "tokens").output
     assert invoke("tokenizer", tmp_path, "gpt5").exit_code == 2

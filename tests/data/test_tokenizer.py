@@ -165,13 +165,16 @@ def test_any_tokenizer_json_serves(bpe, tmp_path):
 
 def test_a_tokenizer_json_without_a_usual_boundary_must_name_it(bpe, tmp_path):
     bpe.save(tmp_path)
-    path = tmp_path / MODEL_FILE
-    path.write_text(path.read_text().replace("<|endoftext|>", "<|stop|>"))
+    unusual = tmp_path / MODEL_FILE
+    unusual.write_text(unusual.read_text().replace("<|endoftext|>", "<|stop|>"))
     with pytest.raises(ValueError, match=r"tokenizer\.json has none of"):
-        load_tokenizer(path)
+        load_tokenizer(unusual)
     with pytest.raises(ValueError, match=r"'<\|end\|>' is not in the vocabulary"):
-        load_tokenizer(path, boundary_token="<|end|>")
-    assert load_tokenizer(path, boundary_token="<|stop|>").boundary == bpe.boundary
+        load_tokenizer(unusual, boundary_token="<|end|>")
+    assert load_tokenizer(unusual, boundary_token="<|stop|>").boundary == bpe.boundary
+    (tmp_path / "a.txt").write_text("text")
+    options = {"tokenizer": str(unusual), "boundary_token": "<|stop|>", "heldout": 0, "workers": 1}
+    assert prepare([tmp_path / "a.txt"], tmp_path / "out", **options).tokenizer["boundary"] == bpe.boundary
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "bpe", "saved"])
@@ -184,16 +187,6 @@ def test_a_boundary_token_is_refused_where_it_has_no_effect(bpe, tmp_path, monke
         load_tokenizer(tokenizer, boundary_token="</s>")
     with pytest.raises(ValueError, match=message):
         prepare(["a.txt"], "out", tokenizer=tokenizer, boundary_token="</s>", workers=1)
-
-
-def test_a_boundary_token_of_a_tokenizer_json_ends_prepared_documents(bpe, tmp_path):
-    bpe.save(tmp_path)
-    path = tmp_path / MODEL_FILE
-    path.write_text(path.read_text().replace("<|endoftext|>", "<|stop|>"))
-    (tmp_path / "a.txt").write_text("text")
-    options = {"tokenizer": str(path), "boundary_token": "<|stop|>", "heldout": 0, "workers": 1}
-    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", **options)
-    assert manifest.tokenizer["boundary"] == bpe.boundary
 
 
 def test_truncation_and_padding_of_a_tokenizer_json_are_off(bpe, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from numpy import int64, integer
+import numpy as np
 from numpy.typing import NDArray
 
 from sympow.data.tokenizer import Tokenizer
@@ -12,7 +14,7 @@ from sympow.errors import ArgumentError
 
 SPLITS = ("train", "heldout")
 
-Tokens = NDArray[integer[Any]]
+Tokens = NDArray[np.integer[Any]]
 
 
 class TokenDataset(Protocol):
@@ -34,10 +36,10 @@ class TokenDataset(Protocol):
     def name(self) -> str: ...
 
     @property
-    def lengths(self) -> NDArray[int64]: ...
+    def lengths(self) -> NDArray[np.int64]: ...
 
     @property
-    def blocks(self) -> NDArray[int64]: ...
+    def blocks(self) -> NDArray[np.int64]: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -61,9 +63,31 @@ class TokenDataset(Protocol):
         ...
 
 
-def check_fraction(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ArgumentError(name, f"must be at least 0 and below 1, got {value}")
+class StoredDocuments:
+    """Documents in arrays of tokens, one after the other in each array.
+
+    Args:
+        name: where they come from, for messages.
+        arrays: (tokens,) each, of whole documents.
+        lengths: of the documents in each array, (documents,) each.
+    """
+
+    def __init__(self, name: str, arrays: Sequence[Tokens], lengths: Sequence[NDArray[np.int64]]) -> None:
+        self.name = name
+        self.lengths: NDArray[np.int64] = np.concatenate(lengths)
+        self._arrays = arrays
+        # Where each document begins in its array.
+        self._starts = np.concatenate([np.cumsum(some) - some for some in lengths])
+        self._first_documents: list[int] = np.cumsum([0, *map(len, lengths)])[:-1].tolist()
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        # Not by its name, which takes longer to find than its tokens.
+        check_range(f"document {document} of {self.name}", start, stop, self.lengths[document])
+        begin = self._starts[document]
+        return self._arrays[self._array_of(document)][begin + start : begin + stop]
+
+    def _array_of(self, document: int) -> int:
+        return bisect_right(self._first_documents, document) - 1
 
 
 def check_range(name: str, start: int, stop: int, length: int) -> None:

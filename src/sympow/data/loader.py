@@ -7,15 +7,17 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sympow.checks import check_at_least, check_choice
 from sympow.data.dataset import TokenDataset
-from sympow.data.row_order import RowOrder, RowSlices
+from sympow.data.row_order import Ints, RowOrder, RowSlices
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.settings import SHORT
 
@@ -194,13 +196,19 @@ class Loader:
         if batch_size % world_size:
             raise ArgumentError("batch_size", f"must be a multiple of world_size={world_size}, got {batch_size}")
         _check_members(dataset)
-        self.dataset = dataset
-        self.context = context
-        self.batch_size = batch_size
-        self._short, self._seed, self._shuffle = short, seed, shuffle
+        self.dataset, self.context, self.batch_size, self._short = dataset, context, batch_size, short
         self._rank, self._world_size = rank, world_size
         self._epochs, self._prefetch, self._pin_memory = epochs, prefetch, pin_memory
-        self._group_tokens = group_tokens
+        # All that the sequence of global batches depends on.
+        self._identity = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "context": context,
+            "batch_size": batch_size,
+            "short": short,
+            "group_tokens": group_tokens,
+            "fingerprint": dataset.fingerprint,
+        }
         self._order = RowOrder(
             dataset.lengths,
             dataset.blocks,
@@ -210,7 +218,8 @@ class Loader:
             group_tokens=group_tokens,
         )
         self.summary = self._summarize()
-        self._epoch, self._batch = 0, 0
+        # Batches before the next one, those of earlier epochs included.
+        self._position = 0
 
     @property
     def batches_per_epoch(self) -> int:
@@ -218,22 +227,25 @@ class Loader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from the current position on. Only one iteration at a time, since the position is the loader's."""
-        made = ((position, self._make(*position)) for position in self._positions())
+        begin, per_epoch = self._position, self.batches_per_epoch
+        positions = count(begin) if self._epochs is None else range(begin, self._epochs * per_epoch)
+        made = ((position, self._make(*divmod(position, per_epoch))) for position in positions)
         with closing(prefetch(made, self._prefetch)) as ready:
-            for (epoch, batch), content in ready:
+            for position, batch in ready:
                 # Before the yield: a checkpoint written while the batch is in use must point to the next one.
-                self._epoch, self._batch = self._after(epoch, batch)
-                yield content
+                self._position = position + 1
+                yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch yielded, and all that the order of batches depends on."""
-        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
+        epoch, batch = divmod(self._position, self.batches_per_epoch)
+        return {"epoch": epoch, "batch": batch, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position of the next iteration; the number of processes may differ."""
         if missing := self.state_dict().keys() - state.keys():
             raise UserError(f"the saved position lacks {', '.join(sorted(missing))}")
-        for name, expected in self._identity().items():
+        for name, expected in self._identity.items():
             if state[name] != expected:
                 if name == "fingerprint":
                     raise UserError(
@@ -250,28 +262,7 @@ class Loader:
             raise ArgumentError(
                 "batch", f"must be below the {self.batches_per_epoch} of an epoch, got {state['batch']}"
             )
-        self._epoch, self._batch = state["epoch"], state["batch"]
-
-    def _identity(self) -> dict[str, Any]:
-        """All that the sequence of global batches depends on."""
-        return {
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "context": self.context,
-            "batch_size": self.batch_size,
-            "short": self._short,
-            "group_tokens": self._group_tokens,
-            "fingerprint": self.dataset.fingerprint,
-        }
-
-    def _positions(self) -> Iterator[tuple[int, int]]:
-        epoch, batch = self._epoch, self._batch
-        while self._epochs is None or epoch < self._epochs:
-            yield epoch, batch
-            epoch, batch = self._after(epoch, batch)
-
-    def _after(self, epoch: int, batch: int) -> tuple[int, int]:
-        return (epoch, batch + 1) if batch + 1 < self.batches_per_epoch else (epoch + 1, 0)
+        self._position = state["epoch"] * self.batches_per_epoch + state["batch"]
 
     def _make(self, epoch: int, batch: int) -> Batch:
         """The rows of a global batch that belong to this process."""
@@ -294,21 +285,17 @@ class Loader:
             self.context,
         )
 
-    def _fill(
-        self,
-        rows: RowSlices,
-        offsets: np.ndarray[Any, Any],
-        inputs: np.ndarray[Any, Any],
-        targets: np.ndarray[Any, Any],
-    ) -> None:
+    def _fill(self, rows: RowSlices, offsets: NDArray[np.int32], inputs: Ints, targets: Ints) -> None:
+        """Reads slices of documents into the flattened inputs and targets, (tokens,), from their offsets on."""
         read, boundary = self.dataset.read, self.dataset.boundary
         slices = zip(rows.documents.tolist(), rows.starts.tolist(), rows.stops.tolist(), offsets.tolist(), strict=False)
         for document, start, stop, place in slices:
             end = place + stop - start
             # A slice is read with the token before it, which is the first input.
-            tokens = np.asarray(read(document, max(start - 1, 0), stop))
-            if tokens.shape != (stop - max(start - 1, 0),) or tokens.dtype.kind not in "iu":
-                self._refuse_slice(document, max(start - 1, 0), stop, tokens)
+            first = max(start - 1, 0)
+            tokens = np.asarray(read(document, first, stop))
+            if tokens.shape != (stop - first,) or tokens.dtype.kind not in "iu":
+                self._refuse_slice(document, first, stop, tokens)
             if start:
                 inputs[place:end] = tokens[:-1]
                 targets[place:end] = tokens[1:]
@@ -320,19 +307,13 @@ class Loader:
         if max(inputs.view(np.uint64).max(), targets.view(np.uint64).max()) >= self.dataset.vocab_size:
             self._refuse_token(rows, offsets, inputs, targets)
 
-    def _refuse_slice(self, document: int, start: int, stop: int, tokens: np.ndarray[Any, Any]) -> None:
+    def _refuse_slice(self, document: int, start: int, stop: int, tokens: NDArray[Any]) -> None:
         asked = f"{self.dataset.document_name(document)}: read({document}, {start}, {stop}) of the dataset must return"
         if tokens.dtype.kind not in "iu" and tokens.size:
             raise TypeError(f"{asked} integers, got {tokens.dtype}")
         raise UserError(f"{asked} {stop - start} tokens, got an array of shape {tokens.shape}")
 
-    def _refuse_token(
-        self,
-        rows: RowSlices,
-        offsets: np.ndarray[Any, Any],
-        inputs: np.ndarray[Any, Any],
-        targets: np.ndarray[Any, Any],
-    ) -> None:
+    def _refuse_token(self, rows: RowSlices, offsets: NDArray[np.int32], inputs: Ints, targets: Ints) -> None:
         wrong = [x.view(np.uint64) >= self.dataset.vocab_size for x in (inputs, targets)]
         place = int(np.argmax(wrong[0] | wrong[1]))
         number = int(np.searchsorted(offsets, place, side="right")) - 1

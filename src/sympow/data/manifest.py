@@ -115,7 +115,7 @@ class Manifest:
     splits: dict[str, tuple[TokenShard, ...]]
 
     def __post_init__(self) -> None:
-        for name in ("tokenizer", "counts", "request", "splits"):
+        for name in ("tokenizer", "counts", "request"):
             if not isinstance(getattr(self, name), dict):
                 raise ArgumentTypeError(name, f"must map names to values, got {type(getattr(self, name)).__name__}")
         if self.dtype not in DTYPES:
@@ -160,29 +160,26 @@ def _shards(splits: Any) -> dict[str, tuple[TokenShard, ...]]:
     return {name: tuple(map(TokenShard.from_dict, shards)) for name, shards in splits.items()}
 
 
-def verify_once(folder: Path, expected: Mapping[str, str]) -> None:
-    """As `verify`, except for files that were verified and have not changed since."""
-    known = _read_verified(folder)
-    pending = {name: digest for name, digest in expected.items() if known.get(name) != _state(folder / name, digest)}
-    if pending:
-        verify(folder, pending)
-
-
-def verify(folder: Path, expected: Mapping[str, str]) -> None:
+def verify(folder: Path, expected: Mapping[str, str], *, again: bool = False) -> None:
     """Compares files with their hashes, and notes the result in `verified.json`.
 
     Args:
         folder: where the files are.
         expected: SHA-256 by the file's name.
+        again: also files that were verified and have not changed since.
 
     Raises:
         ValueError: a file does not have its hash.
     """
+    known = {} if again else _read_verified(folder)
     # Before the files are read, so that a change meanwhile is noticed at the next opening.
     states = {name: _state(folder / name, digest) for name, digest in expected.items()}
+    pending = [name for name in expected if known.get(name) != states[name]]
+    if not pending:
+        return
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        found = threads.map(lambda name: sha256_of(folder / name), expected)
-        for name, digest in zip(expected, found, strict=True):
+        found = threads.map(lambda name: sha256_of(folder / name), pending)
+        for name, digest in zip(pending, found, strict=True):
             if digest != expected[name]:
                 raise UserError(f"{folder / name} is damaged: its content does not match the hash in the manifest")
     content = json.dumps({**_read_verified(folder), **states}, indent=1).encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sympow.data.associative_recall import RECALL, AssociativeRecall, RecallTask
+from sympow.data.associative_recall import RECALL, AssociativeRecall
 from sympow.data.dataset import SPLITS, TokenDataset
 from sympow.data.formats.longcrawl64 import ARRAY_ENDING, LongCrawl64, split_of_array
 from sympow.data.formats.shards import ShardDataset
@@ -33,7 +33,7 @@ def open_dataset(
     if source == STANDARD_LIBRARY:
         return StandardLibrary(split)
     if str(source).partition(":")[0] == RECALL and not Path(source).exists():
-        return AssociativeRecall(RecallTask.parse(str(source)), split)
+        return AssociativeRecall.parse(str(source), split)
     path = Path(source)
     if (path / MANIFEST_FILE).is_file():
         return ShardDataset(path, split)

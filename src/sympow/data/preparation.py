@@ -18,14 +18,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import chain, count, islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from sympow.checks import check_at_least
-from sympow.data.dataset import SPLITS, check_fraction
-from sympow.data.formats.shards import ShardWriter, id_dtype
+from sympow.data.dataset import SPLITS
+from sympow.data.formats.shards import id_dtype, save_shard
 from sympow.data.manifest import (
     INDEX_ENDING,
     MANIFEST_FILE,
@@ -42,7 +45,7 @@ from sympow.data.sources import (
     HeldoutRule,
     Reader,
     ReadingPlace,
-    SourceList,
+    Source,
     check_field,
     list_sources,
     sources_fingerprint,
@@ -143,7 +146,8 @@ def prepare(
     """
     if heldout is None:
         heldout = 0.0 if heldout_sources else HELDOUT
-    check_fraction("heldout", heldout)
+    if not 0 <= heldout < 1:
+        raise ArgumentError("heldout", f"must be at least 0 and below 1, got {heldout}")
     check_at_least("shard_bytes", shard_bytes, 1)
     if workers is not None:
         check_at_least("workers", workers, 1)
@@ -161,7 +165,7 @@ def prepare(
     out = Path(out)
     check_can_write("out", out, "folder")
 
-    listed = list_sources(sources, heldout_sources, BY_HASH if heldout else "train", may_be_empty=skip_empty)
+    listed, ignored = list_sources(sources, heldout_sources, BY_HASH if heldout else "train", may_be_empty=skip_empty)
     request: dict[str, Any] = {
         "tokenizer": _tokenizer_identity(tokenizer),
         "vocab_size": (vocab_size or BPE_VOCAB_SIZE) if tokenizer == "bpe" else None,
@@ -170,32 +174,35 @@ def prepare(
         "heldout": heldout,
         "skip_empty": skip_empty,
         "portion_bytes": shard_bytes,
-        "sources": sources_fingerprint(listed.sources),
+        "sources": sources_fingerprint(listed),
     }
     with _locked(out):
-        earlier, finished = (None, None) if overwrite else _find_earlier(out)
+        earlier = None if overwrite else _earlier_request(out)
         if earlier is None:
             _check_can_start(out)
-            check_field(listed.sources, field)
+            check_field(listed, field)
         else:
             _check_same(out, request, earlier)
-            if finished is not None:
-                return finished
+            if (out / MANIFEST_FILE).is_file():
+                return Manifest.load(out)
 
-        contents = (document.text.encode() for document in Reader(listed.sources, field) if document.text)
+        contents = (document.text.encode() for document in Reader(listed, field) if document.text)
         rule = HeldoutRule.for_documents(contents, heldout) if heldout else HeldoutRule(0)
         if earlier is None:
-            made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, listed, field, rule, on_progress)
+            if tokenizer == "bpe":
+                made = _learn_tokenizer(request["vocab_size"], listed, field, rule, on_progress)
+            else:
+                made = load_tokenizer(tokenizer, boundary_token)
             # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
             _start(out, request, made)
 
-        written = _load_written(out)
+        written = {done.number: done for done in map(Portion.load, (out / WORK_FOLDER).glob(RECORDS))}
         begin = next(number for number in count() if number not in written)
-        reader = Reader(listed.sources, field, written[begin - 1].end if begin else ReadingPlace())
+        reader = Reader(listed, field, written[begin - 1].end if begin else ReadingPlace())
         portions = _portions(reader, rule, skip_empty, shard_bytes, begin)
-        total = text_bytes(listed.sources)
+        total = text_bytes(listed)
         on_progress(_progress(written.values(), total))
-        missing = (portion for portion in portions if portion.number not in written)
+        missing = (portion for portion in portions if portion[0].number not in written)
         # Closed at once if this is interrupted, since that ends the workers.
         with closing(_write_all(missing, out, workers or os.cpu_count() or 1)) as writing:
             for done in writing:
@@ -204,7 +211,7 @@ def prepare(
 
         in_order = [written[number] for number in range(len(written))]
         on_progress(_progress(in_order, sum(done.source_bytes for done in in_order)))
-        manifest = _summarize(in_order, listed, request, load_tokenizer(out), rule)
+        manifest = _summarize(in_order, listed, ignored, request, load_tokenizer(out), rule)
         manifest.save(out)
         shutil.rmtree(out / WORK_FOLDER)
         for path in out.glob(f"*{PARTIAL_ENDING}"):
@@ -231,15 +238,16 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _summarize(
-    written: Sequence[WrittenPortion],
-    listed: SourceList,
+    written: Sequence[Portion],
+    listed: Sequence[Source],
+    ignored: list[str],
     request: dict[str, Any],
     tokenizer: Tokenizer,
     rule: HeldoutRule,
 ) -> Manifest:
     splits = {name: tuple(done.splits[name] for done in written if name in done.splits) for name in SPLITS}
     documents = {name: sum(shard.documents for shard in shards) for name, shards in splits.items()}
-    heldout_wanted = request["heldout"] or any(source.split == "heldout" for source in listed.sources)
+    heldout_wanted = request["heldout"] or any(source.split == "heldout" for source in listed)
     for name in SPLITS if heldout_wanted else ("train",):
         if not documents[name]:
             raise UserError(
@@ -250,8 +258,8 @@ def _summarize(
         tokenizer={"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "boundary": tokenizer.boundary},
         dtype=id_dtype(tokenizer.vocab_size).name,
         counts={
-            "files": len(listed.sources),
-            "files_ignored": list(listed.ignored),
+            "files": len(listed),
+            "files_ignored": ignored,
             "source_bytes": sum(done.source_bytes for done in written),
             "documents": sum(documents.values()),
             "empty_documents_skipped": sum(done.empty_documents_skipped for done in written),
@@ -271,19 +279,18 @@ def _tokenizer_identity(tokenizer: str) -> str:
     return f"{path.name} {sha256_of(path)}" if path.is_file() else tokenizer
 
 
-def _find_earlier(out: Path) -> tuple[dict[str, Any] | None, Manifest | None]:
-    """The request of an earlier preparation that wrote shards, and its manifest if it is finished."""
+def _earlier_request(out: Path) -> dict[str, Any] | None:
+    """The request of an earlier preparation, finished or not, that wrote shards."""
     if (out / MANIFEST_FILE).is_file():
-        manifest = Manifest.load(out)
-        return manifest.request, manifest
+        return Manifest.load(out).request
     if not any((out / WORK_FOLDER).glob(RECORDS)):
         # A request that was refused before it wrote a shard does not count.
-        return None, None
+        return None
     path = out / WORK_FOLDER / REQUEST_FILE
     request = read_json(path)
     if not isinstance(request, dict):
         raise UserError(f"{path} is not a request; overwrite what was prepared")
-    return request, None
+    return request
 
 
 def _check_same(out: Path, request: dict[str, Any], earlier: dict[str, Any]) -> None:
@@ -320,27 +327,22 @@ def _start(out: Path, request: dict[str, Any], tokenizer: Tokenizer) -> None:
     tokenizer.save(out)
 
 
-def _make_tokenizer(
-    name: str,
-    vocab_size: int | None,
-    boundary_token: str | None,
-    listed: SourceList,
+def _learn_tokenizer(
+    vocab_size: int,
+    listed: Sequence[Source],
     field: str,
     rule: HeldoutRule,
     on_progress: Callable[[PreparationProgress], None],
 ) -> Tokenizer:
-    if name != "bpe":
-        return load_tokenizer(name, boundary_token)
-    assert vocab_size is not None
-    size = text_bytes(listed.sources)
+    size = text_bytes(listed)
     total = None if size is None else min(BPE_TRAINING_BYTES, size)
     read = 0
 
     def training_texts() -> Iterator[str]:
         """Of sources in random order, up to a number of bytes; the trainer merges when it has read them."""
         nonlocal read
-        for number in permutation(len(listed.sources), 0).tolist():
-            for document in Reader([listed.sources[number]], field):
+        for number in permutation(len(listed), 0).tolist():
+            for document in Reader([listed[number]], field):
                 yield from (text for split, text in rule.split(document) if split == "train")
                 read += len(document.text.encode())
                 if read >= BPE_TRAINING_BYTES:
@@ -357,37 +359,26 @@ def _make_tokenizer(
     return learned
 
 
-@dataclass
+@dataclass(frozen=True)
 class Portion:
-    """Consecutive documents, which become a shard of each split.
+    """Consecutive documents, which become a shard of each split; the record of a written one is its end.
 
     Attributes:
         number: from 0 on.
-        documents: with their splits; one of which a part is held out is in it twice.
         source_bytes: of text.
-        empty: documents that were skipped.
-        end: where the next portion begins.
+        empty_documents_skipped: how many.
+        end: where the next portion begins, and an interrupted preparation goes on.
+        splits: its shards, once they are written.
     """
 
     number: int
-    documents: list[tuple[str, Document]] = field(default_factory=list)
-    source_bytes: int = 0
-    empty: int = 0
-    end: ReadingPlace = field(default_factory=ReadingPlace)
-
-
-@dataclass(frozen=True)
-class WrittenPortion:
-    """The record of a portion whose shards are written, from which an interrupted preparation resumes."""
-
-    number: int
-    splits: dict[str, TokenShard]
     source_bytes: int
     empty_documents_skipped: int
     end: ReadingPlace
+    splits: dict[str, TokenShard] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path) -> WrittenPortion:
+    def load(cls, path: Path) -> Portion:
         content = read_json(path)
         try:
             splits = {name: TokenShard.from_dict(shard) for name, shard in content.pop("splits").items()}
@@ -396,65 +387,68 @@ class WrittenPortion:
             raise UserError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
 
 
-def _load_written(out: Path) -> dict[int, WrittenPortion]:
-    found = (WrittenPortion.load(path) for path in (out / WORK_FOLDER).glob(RECORDS))
-    return {done.number: done for done in found}
+# With their splits; a document of which a part is held out is in it twice.
+Documents = list[tuple[str, Document]]
 
 
-def _portions(reader: Reader, rule: HeldoutRule, skip_empty: bool, shard_bytes: int, first: int) -> Iterator[Portion]:
-    """The documents in portions of at most `shard_bytes` of text, or of one larger document."""
-    portion = Portion(first)
+def _portions(
+    reader: Reader, rule: HeldoutRule, skip_empty: bool, shard_bytes: int, number: int
+) -> Iterator[tuple[Portion, Documents]]:
+    """The documents in portions of at most `shard_bytes` of text, or of one larger document; the first has a number."""
+    documents: Documents = []
+    source_bytes = empty = 0
     for document in reader:
         size = len(document.text.encode())
-        if portion.source_bytes + size > shard_bytes and (portion.documents or portion.empty):
-            portion.end = reader.place
-            yield portion
-            portion = Portion(portion.number + 1)
-        portion.source_bytes += size
+        if source_bytes + size > shard_bytes and (documents or empty):
+            yield Portion(number, source_bytes, empty, reader.place), documents
+            number, source_bytes, empty, documents = number + 1, 0, 0, []
+        source_bytes += size
         if document.text:
-            portion.documents += [(split, replace(document, text=text)) for split, text in rule.split(document)]
+            documents += [(split, replace(document, text=text)) for split, text in rule.split(document)]
         elif skip_empty:
-            portion.empty += 1
+            empty += 1
         else:
             raise UserError(f"{document}: the document is empty; skip_empty leaves such documents out")
-    if portion.documents or portion.empty:
-        portion.end = reader.place
-        yield portion
+    if documents or empty:
+        yield Portion(number, source_bytes, empty, reader.place), documents
 
 
-def write_portion(portion: Portion, out: Path, tokenizer: Tokenizer) -> WrittenPortion:
+def write_portion(portion: Portion, documents: Documents, out: Path, tokenizer: Tokenizer) -> Portion:
     """Tokenizes the documents of a portion and writes their shards, then the record."""
-    writers: dict[str, ShardWriter] = {}
-    for split, document in portion.documents:
+    by_split: dict[str, list[tuple[NDArray[Any], str, int]]] = {}
+    for split, document in documents:
         ids = tokenizer.encode(document.text)
         if len(ids) and ids.max() >= tokenizer.vocab_size:
             raise UserError(
                 f"{document}: token id {ids.max()} is beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
             )
-        if split not in writers:
-            writers[split] = ShardWriter(id_dtype(tokenizer.vocab_size), tokenizer.boundary)
-        writers[split].add(ids, document.source, document.position)
-    shards = {split: writer.save(out, f"{split}-{portion.number:05d}") for split, writer in writers.items()}
-    done = WrittenPortion(portion.number, shards, portion.source_bytes, portion.empty, portion.end)
+        by_split.setdefault(split, []).append((ids, document.source, document.position))
+    shards = {
+        split: save_shard(out, f"{split}-{portion.number:05d}", encoded, tokenizer)
+        for split, encoded in by_split.items()
+    }
+    done = replace(portion, splits=shards)
     path = out / WORK_FOLDER / RECORDS.replace("*", f"{portion.number:05d}")
     write_atomically(path, json.dumps(asdict(done)).encode())
     return done
 
 
-def _write_all(portions: Iterator[Portion], out: Path, workers: int) -> Generator[WrittenPortion, None, None]:
+def _write_all(
+    portions: Iterator[tuple[Portion, Documents]], out: Path, workers: int
+) -> Generator[Portion, None, None]:
     """Writes all portions, a few of them at once."""
     first = list(islice(portions, 2))
     if workers == 1 or len(first) < 2:
         tokenizer = load_tokenizer(out)
-        yield from (write_portion(portion, out, tokenizer) for portion in chain(first, portions))
+        yield from (write_portion(*portion, out, tokenizer) for portion in chain(first, portions))
         return
     # Spawned, not forked: threads of torch and of the tokenizer do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(out,))
-    running: set[Future[WrittenPortion]] = set()
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    running: set[Future[Portion]] = set()
     try:
         for portion in chain(first, portions):
-            running.add(executor.submit(_write_in_worker, portion))
+            running.add(executor.submit(_write_in_worker, *portion, out))
             # What is read ahead is held in memory.
             while len(running) > 2 * workers:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -466,15 +460,10 @@ def _write_all(portions: Iterator[Portion], out: Path, workers: int) -> Generato
         executor.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Path, Tokenizer] | None = None
-
-
-def _start_worker(out: Path) -> None:
-    global _worker
+def _start_worker() -> None:
     # Ctrl-C reaches every process of the terminal; only the parent handles it, and workers finish their portion.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = out, load_tokenizer(out)
 
 
 def _end_with_parent() -> None:
@@ -486,12 +475,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _write_in_worker(portion: Portion) -> WrittenPortion:
-    assert _worker is not None
-    return write_portion(portion, *_worker)
+_load_once = cache(load_tokenizer)
 
 
-def _progress(written: Iterable[WrittenPortion], total: int | None) -> PreparationProgress:
+def _write_in_worker(portion: Portion, documents: Documents, out: Path) -> Portion:
+    # A worker is of one preparation, during which the tokenizer stays what it is.
+    return write_portion(portion, documents, out, _load_once(out))
+
+
+def _progress(written: Iterable[Portion], total: int | None) -> PreparationProgress:
     written = list(written)
     shards = [shard for done in written for shard in done.splits.values()]
     return PreparationProgress(

@@ -60,7 +60,15 @@ class TrainedOn:
     def find(cls, model: Path | str) -> TrainedOn | None:
         """Of a model folder; None: it does not say, as after a conversion of formats."""
         path = Path(model) / FILE
-        return cls._read(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        content: Any = read_json(path)
+        names = [field.name for field in fields(cls)]
+        if not isinstance(content, dict) or content.keys() - set(names):
+            raise UserError(f"{path} must say what a model was trained on, by {', '.join(names)}")
+        if missing := [name for name in names if name not in content]:
+            raise UserError(f"{path} lacks {', '.join(missing)}")
+        return cls(**content)
 
     def save(self, model: Path) -> None:
         write_atomically(model / FILE, (json.dumps(asdict(self), indent=2) + "\n").encode())
@@ -95,13 +103,3 @@ class TrainedOn:
         if not (prepared or self.source == STANDARD_LIBRARY):
             return False
         return open_dataset(self.source).fingerprint != self.fingerprint
-
-    @classmethod
-    def _read(cls, path: Path) -> TrainedOn:
-        content: Any = read_json(path)
-        names = [field.name for field in fields(cls)]
-        if not isinstance(content, dict) or content.keys() - set(names):
-            raise UserError(f"{path} must say what a model was trained on, by {', '.join(names)}")
-        if missing := [name for name in names if name not in content]:
-            raise UserError(f"{path} lacks {', '.join(missing)}")
-        return cls(**content)

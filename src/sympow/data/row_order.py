@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +22,20 @@ def permutation(count: int, *seed: int) -> NDArray[np.int64]:
     return np.argsort(bits, kind="stable")
 
 
-T = TypeVar("T")
+def group_by_size(sizes: Iterable[int], largest: int) -> list[int]:
+    """Groups consecutive sizes greedily up to a total of `largest`; a larger one is a group by itself.
 
-
-def group_by_size(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> list[list[T]]:
-    """Groups consecutive items greedily up to a total size of `largest`; a larger item is a group by itself."""
-    groups: list[list[T]] = []
+    Returns:
+        The number of the first of each group.
+    """
+    firsts: list[int] = []
     total = 0
-    for item in items:
-        size = size_of(item)
-        if not groups or total + size > largest:
-            groups.append([])
+    for number, size in enumerate(sizes):
+        if not firsts or total + size > largest:
+            firsts.append(number)
             total = 0
-        groups[-1].append(item)
         total += size
-    return groups
+    return firsts
 
 
 Ints = NDArray[np.int64]
@@ -120,19 +118,6 @@ def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> RowSlic
     return RowSlices(documents + first, starts, starts + sizes, offsets)
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """Order of one epoch.
-
-    Attributes:
-        groups: blocks of each group.
-        offsets: first row of each group and, last, their number, (groups + 1,).
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    offsets: Ints
-
-
 class RowOrder:
     """Rows of a dataset in the order of training.
 
@@ -163,22 +148,24 @@ class RowOrder:
 
     def rows(self, epoch: int, start: int, stop: int) -> RowSlices:
         """Rows start to stop of an epoch."""
-        order = self._epoch(epoch)
+        groups, offsets = self._epoch(epoch)
         found = []
-        group = int(np.searchsorted(order.offsets, start, side="right")) - 1
+        group = int(np.searchsorted(offsets, start, side="right")) - 1
         while start < stop:
-            first, last = order.offsets[group : group + 2].tolist()
-            rows, shuffled = self._group(epoch, order.groups[group])
+            first, last = offsets[group : group + 2].tolist()
+            rows, shuffled = self._group(epoch, groups[group])
             found.append(rows.take(shuffled[start - first : min(stop, last) - first]))
             start = min(stop, last)
             group += 1
         return RowSlices.join(found)
 
-    def _make_epoch(self, epoch: int) -> Epoch:
+    def _make_epoch(self, epoch: int) -> tuple[list[tuple[int, ...]], Ints]:
+        """The blocks of each group, and the offsets of the groups into the rows, (groups + 1,)."""
         order = self._permutation(len(self._block_tokens), epoch, 0)
-        groups = group_by_size(order.tolist(), lambda block: int(self._block_tokens[block]), self._group_tokens)
-        counts = [int(self._block_rows[group].sum()) for group in groups]
-        return Epoch(tuple(map(tuple, groups)), np.append(0, np.cumsum(counts)))
+        firsts = group_by_size(self._block_tokens[order].tolist(), self._group_tokens)
+        groups = [tuple(group.tolist()) for group in np.split(order, firsts[1:])]
+        counts = np.add.reduceat(self._block_rows[order], firsts).tolist()
+        return groups, np.append(0, np.cumsum(counts))
 
     def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[RowSlices, Ints]:
         by_block = []

@@ -151,18 +151,10 @@ class Reader:
             yield document
 
 
-@dataclass(frozen=True)
-class SourceList:
-    """The sources to read, in order, and the files in folders that are not documents."""
-
-    sources: tuple[Source, ...]
-    ignored: tuple[str, ...]
-
-
 def list_sources(
     sources: Sequence[Path | str], heldout_sources: Sequence[Path | str], split: str, *, may_be_empty: bool
-) -> SourceList:
-    """All sources, folders as the files in them, each with its split.
+) -> tuple[list[Source], list[str]]:
+    """All sources, folders as the files in them, each with its split; and the files in folders that are no documents.
 
     A file of a folder among the sources that is held out is in the held-out split alone.
 
@@ -200,7 +192,7 @@ def list_sources(
             if not empty or not has_rows(name):
                 listed.append(source)
     others = {_resolve(name): name for name in (*ignored, *ignored_heldout)}
-    return SourceList(tuple(listed), tuple(name for resolved, name in others.items() if resolved not in seen))
+    return listed, [name for resolved, name in others.items() if resolved not in seen]
 
 
 def sources_fingerprint(sources: Iterable[Source]) -> str:
@@ -330,11 +322,6 @@ def _naming(name: str) -> Iterator[None]:
 
 def hash_of(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-
-
-def split_by_hash(content: bytes, heldout: float) -> str:
-    """Returns "heldout" for that fraction of all contents and "train" for the others; equal contents go together."""
-    return "heldout" if hash_of(content) < heldout * HASHES else "train"
 
 
 @dataclass(frozen=True)

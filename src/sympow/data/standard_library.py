@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_choice
-from sympow.data.dataset import SPLITS, Tokens, check_range
-from sympow.data.formats.shards import id_dtype
-from sympow.data.sources import split_by_hash
+from sympow.data.dataset import SPLITS, StoredDocuments
+from sympow.data.sources import HASHES, hash_of
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 from sympow.errors import UserError
 
@@ -26,7 +25,7 @@ HELDOUT = 0.1
 _TEST_FOLDERS = {"test", "tests", "idle_test", "testmock"}
 
 
-class StandardLibrary:
+class StandardLibrary(StoredDocuments):
     """Modules and packages of the standard library, one document each, in memory.
 
     A package is the concatenation of its files in order of their paths, each after a comment with its path. A tenth of
@@ -34,41 +33,32 @@ class StandardLibrary:
 
     Args:
         split: "train" or "heldout".
-        tokenizer: by default bytes.
     """
 
-    def __init__(self, split: str = "train", tokenizer: Tokenizer | None = None) -> None:
-        check_choice("split", split, SPLITS)
-        self.name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor} ({split})"
-        self._tokenizer = tokenizer or ByteTokenizer()
-        self.vocab_size = self._tokenizer.vocab_size
-        self.boundary = self._tokenizer.boundary
-        self._paths = [path for name, path in _modules().items() if _split_of(name) == split]
-        self._documents = [self._encode(_source(path)) for path in self._paths]
-        self.lengths: NDArray[np.int64] = np.array([len(document) for document in self._documents], np.int64)
-        self.blocks: NDArray[np.int64] = np.array([0, len(self._paths)])
-        contents = hashlib.sha256()
-        for document in self._documents:
-            contents.update(document.data)
-        self.fingerprint = contents.hexdigest()[:16]
+    vocab_size, boundary = ByteTokenizer.vocab_size, ByteTokenizer.boundary
 
-    def read(self, document: int, start: int, stop: int) -> Tokens:
-        check_range(self.document_name(document), start, stop, self.lengths[document])
-        return self._documents[document][start:stop]
+    def __init__(self, split: str = "train") -> None:
+        check_choice("split", split, SPLITS)
+        self._paths = [path for name, path in _modules().items() if _split_of(name) == split]
+        tokens = [
+            np.append(ByteTokenizer().encode(_source(path)), self.boundary).astype(np.uint16) for path in self._paths
+        ]
+        name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor} ({split})"
+        together = np.concatenate(tokens)
+        super().__init__(name, [together], [np.array([len(document) for document in tokens])])
+        self.blocks: NDArray[np.int64] = np.array([0, len(tokens)])
+        self.fingerprint = hashlib.sha256(together.data).hexdigest()[:16]
 
     def document_name(self, document: int) -> str:
         return str(self._paths[document])
 
     def load_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    def _encode(self, text: str) -> Tokens:
-        return np.append(self._tokenizer.encode(text), self.boundary).astype(id_dtype(self.vocab_size))
+        return ByteTokenizer()
 
 
 def _split_of(name: str) -> str:
     # With this prefix a tenth of the tokens is held out as well, some long packages among them.
-    return split_by_hash(f"module {name}".encode(), HELDOUT)
+    return "heldout" if hash_of(f"module {name}".encode()) < HELDOUT * HASHES else "train"
 
 
 @cache

@@ -72,7 +72,13 @@ class LongCrawl64:
         check_choice("split", split, SPLITS)
         address = str(source).rstrip("/")
         if address.endswith(ARRAY_ENDING):
-            _check_array_holds(address, split)
+            if (held := split_of_array(address)) != split:
+                # Documents that were trained on would count as held out.
+                raise ArgumentError(
+                    "source",
+                    f"must have the split {split!r}, and {address} has only {held!r}; name the folder or address with "
+                    f"both train{ARRAY_ENDING} and heldout{ARRAY_ENDING}",
+                )
             self.name = address
         else:
             self.name = f"{address}/{split}{ARRAY_ENDING}"
@@ -187,16 +193,6 @@ def split_of_array(address: str) -> str:
     """The split that a single array holds, by its name: "heldout" for `heldout.zarr`, "train" for any other."""
     name = address.rstrip("/").rpartition("/")[2].removesuffix(ARRAY_ENDING)
     return name if name in SPLITS else SPLITS[0]
-
-
-def _check_array_holds(address: str, split: str) -> None:
-    """Refuses the other split of a single array: documents that were trained on would count as held out."""
-    if (held := split_of_array(address)) != split:
-        raise ArgumentError(
-            "source",
-            f"must have the split {split!r}, and {address} has only {held!r}; name the folder or address with "
-            f"both train{ARRAY_ENDING} and heldout{ARRAY_ENDING}",
-        )
 
 
 def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""Token shards on disk: `ShardDataset` memory-maps those that `prepare` wrote, and `ShardWriter` writes one."""
+"""Token shards on disk: `ShardDataset` memory-maps those that `prepare` wrote, and `save_shard` writes one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_choice
-from sympow.data.dataset import SPLITS, Tokens, check_range
-from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify, verify_once
+from sympow.data.dataset import SPLITS, StoredDocuments, Tokens
+from sympow.data.formats.token_file import file_size, map_array
+from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify
 from sympow.data.row_order import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +33,7 @@ HEADER = re.compile(
 )
 
 
-class ShardDataset:
+class ShardDataset(StoredDocuments):
     """One split of a folder that `prepare` wrote. A block is a few consecutive shards.
 
     Opening reads the index and maps the tokens. The first opening also verifies the hashes of all files
@@ -46,7 +47,6 @@ class ShardDataset:
     def __init__(self, folder: Path | str, split: str = "train") -> None:
         check_choice("split", split, SPLITS)
         self.folder = Path(folder)
-        self.name = f"{folder} ({split})"
         self.manifest = Manifest.load(self.folder)
         self.shards = self.manifest.splits[split]
         if not self.shards:
@@ -55,35 +55,27 @@ class ShardDataset:
             )
         self.vocab_size: int = self.manifest.tokenizer["vocab_size"]
         self.boundary: int = self.manifest.tokenizer["boundary"]
-        self._tokens = [self._map_tokens(shard) for shard in self.shards]
+        tokens = [self._map_tokens(shard) for shard in self.shards]
         indices = [self._read_index(shard) for shard in self.shards]
-        verify_once(self.folder, self._hashes())
+        super().__init__(f"{folder} ({split})", tokens, [index[:, 0] for index in indices])
+        verify(self.folder, self._hashes())
         self._index = np.concatenate(indices)
-        self.lengths: NDArray[np.int64] = np.ascontiguousarray(self._index[:, 0])
-        # Where each document begins in its shard.
-        self._starts = np.concatenate([np.cumsum(index[:, 0]) - index[:, 0] for index in indices])
-        self._first_documents: list[int] = np.cumsum([0, *map(len, indices)])[:-1].tolist()
-        groups = group_by_size(range(len(self.shards)), lambda shard: self.shards[shard].tokens, BLOCK_TOKENS)
-        first_documents = [self._first_documents[group[0]] for group in groups]
-        self.blocks: NDArray[np.int64] = np.array([*first_documents, len(self.lengths)])
+        firsts = group_by_size((shard.tokens for shard in self.shards), BLOCK_TOKENS)
+        begins = [self._first_documents[shard] for shard in firsts]
+        self.blocks: NDArray[np.int64] = np.array([*begins, len(self.lengths)])
         contents = [(shard.tokens_sha256, shard.index_sha256) for shard in self.shards]
         self.fingerprint = hashlib.sha256(json.dumps([self.manifest.tokenizer, contents]).encode()).hexdigest()[:16]
 
-    def read(self, document: int, start: int, stop: int) -> Tokens:
-        check_range(f"document {document} of {self.name}", start, stop, self.lengths[document])
-        begin = self._starts[document]
-        return self._tokens[self._shard_of(document)][begin + start : begin + stop]
-
     def document_name(self, document: int) -> str:
         _, source, position = self._index[document].tolist()
-        return describe_position(self.shards[self._shard_of(document)].sources[source], position)
+        return describe_position(self.shards[self._array_of(document)].sources[source], position)
 
     def load_tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.folder)
 
     def verify(self) -> None:
         """Reads every shard and compares it with its hash in the manifest, even if that was done before."""
-        verify(self.folder, self._hashes())
+        verify(self.folder, self._hashes(), again=True)
 
     def _hashes(self) -> dict[str, str]:
         return {
@@ -92,15 +84,9 @@ class ShardDataset:
             for file, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.index_file, shard.index_sha256))
         }
 
-    def _shard_of(self, document: int) -> int:
-        return bisect_right(self._first_documents, document) - 1
-
     def _map_tokens(self, shard: TokenShard) -> Tokens:
-        path = self.folder / shard.tokens_file
-        dtype, shape = np.dtype(self.manifest.dtype), (shard.tokens,)
-        offset = _find_content(path, dtype, shape)
-        # As a plain array: slicing np.memmap costs several times as much.
-        return np.asarray(np.memmap(path, dtype, "r", offset, shape))
+        path, dtype = self.folder / shard.tokens_file, self.manifest.dtype
+        return map_array(path, dtype, _find_content(path, np.dtype(dtype), (shard.tokens,)))
 
     def _read_index(self, shard: TokenShard) -> NDArray[np.int64]:
         path = self.folder / shard.index_file
@@ -122,8 +108,7 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
 
     NumPy's own reader would allocate as much memory as the header says, and evaluate the header as Python.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is not a file" if path.exists() else f"{path} is missing")
+    size, content = file_size(path), math.prod(shape) * dtype.itemsize
     with path.open("rb") as file:
         start = file.read(len(MAGIC) + 2)
         header = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
@@ -131,7 +116,6 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
     if not start.startswith(MAGIC) or found is None:
         raise UserError(f"{path} is not a readable shard: it has no header of a numeric array")
     described = found["dtype"].decode(), tuple(map(int, found["shape"].replace(b",", b" ").split()))
-    size, content = path.stat().st_size, math.prod(shape) * dtype.itemsize
     if described != (dtype.str, shape) or size != len(start) + len(header) + content:
         raise UserError(
             f"{path} must be {dtype} of shape {shape} by the manifest, in a file of "
@@ -140,37 +124,31 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
     return len(start) + len(header)
 
 
-class ShardWriter:
-    """Collects the documents of one shard.
+def save_shard(
+    folder: Path, name: str, documents: Sequence[tuple[NDArray[Any], str, int]], tokenizer: Tokenizer
+) -> TokenShard:
+    """Writes a shard.
 
     Args:
-        dtype: of the stored ids.
-        boundary: id to end every document with.
+        folder: where to.
+        name: of the shard.
+        documents: ids, (tokens,), without boundary, the source that they come from, and the position in it.
+        tokenizer: what made the ids.
     """
-
-    def __init__(self, dtype: np.dtype[Any], boundary: int) -> None:
-        self._boundary = np.array([boundary], dtype)
-        self._tokens: list[NDArray[Any]] = []
-        self._index: list[tuple[int, int, int]] = []
-        self._sources: dict[str, int] = {}
-
-    def add(self, ids: NDArray[Any], file: str, position: int) -> None:
-        """Appends a document, (tokens,), from a position in a file."""
-        self._tokens += [ids.astype(self._boundary.dtype), self._boundary]
-        source = self._sources.setdefault(file, len(self._sources))
-        self._index.append((len(ids) + 1, source, position))
-
-    def save(self, folder: Path, name: str) -> TokenShard:
-        tokens = np.concatenate(self._tokens)
-        index = np.array(self._index, np.int64)
-        return TokenShard(
-            name,
-            documents=len(index),
-            tokens=len(tokens),
-            tokens_sha256=_save_array(folder / f"{name}{TOKENS_ENDING}", tokens),
-            index_sha256=_save_array(folder / f"{name}{INDEX_ENDING}", index),
-            sources=tuple(self._sources),
-        )
+    dtype = id_dtype(tokenizer.vocab_size)
+    boundary = np.array([tokenizer.boundary], dtype)
+    tokens = np.concatenate([part.astype(dtype) for ids, _, _ in documents for part in (ids, boundary)])
+    sources = tuple(dict.fromkeys(source for _, source, _ in documents))
+    numbers = {source: number for number, source in enumerate(sources)}
+    index = np.array([(len(ids) + 1, numbers[source], position) for ids, source, position in documents], np.int64)
+    return TokenShard(
+        name,
+        documents=len(index),
+        tokens=len(tokens),
+        tokens_sha256=_save_array(folder / f"{name}{TOKENS_ENDING}", tokens),
+        index_sha256=_save_array(folder / f"{name}{INDEX_ENDING}", index),
+        sources=sources,
+    )
 
 
 def _save_array(path: Path, array: NDArray[Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the readers of other programs' token files share: an array in a file, and where the documents in it end."""
+"""What the readers of token files share: an array in a file, and where the documents in it end."""
 
 from __future__ import annotations
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_right
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_choice
-from sympow.data.dataset import SPLITS, Tokens, check_range
+from sympow.data.dataset import SPLITS, StoredDocuments
 from sympow.data.formats import datatrove, megatron, nanogpt
 from sympow.data.formats.token_file import TokenFile
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer
@@ -31,7 +30,7 @@ BLOCK_TOKENS = 2**26
 EDGE = 4_096
 
 
-class TokenFiles:
+class TokenFiles(StoredDocuments):
     """One split of a folder of token files of datatrove, Megatron or nanoGPT, or a single one of these files.
 
     Args:
@@ -44,7 +43,6 @@ class TokenFiles:
         check_choice("split", split, SPLITS)
         source = Path(source)
         paths = find_token_files(source)[split]
-        self.name = f"{source} ({split})"
         if not paths:
             raise UserError(
                 f"{source} has no split {split!r}: files to hold out must have a word such as 'heldout' or 'val' in "
@@ -65,12 +63,10 @@ class TokenFiles:
         # A task of datatrove without documents leaves a file without tokens.
         self._files = [file for file in map(read, paths) if len(file.tokens)]
         if not self._files:
-            raise UserError(f"{self.name} has no tokens in its {len(paths):,} files")
+            raise UserError(f"{source} ({split}) has no tokens in its {len(paths):,} files")
         self.formats = sorted({file.format for file in self._files})
-        by_file = [np.diff(file.ends, prepend=0) for file in self._files]
-        self._starts = np.concatenate([file.ends - lengths for file, lengths in zip(self._files, by_file, strict=True)])
-        self.lengths: NDArray[np.int64] = np.concatenate(by_file)
-        self._first_documents: list[int] = np.cumsum([0, *map(len, by_file)])[:-1].tolist()
+        tokens, lengths = zip(*((file.tokens, np.diff(file.ends, prepend=0)) for file in self._files), strict=True)
+        super().__init__(f"{source} ({split})", tokens, lengths)
         blocks = (np.cumsum(self.lengths) - self.lengths) // BLOCK_TOKENS
         self.blocks: NDArray[np.int64] = np.concatenate([[0], np.flatnonzero(np.diff(blocks)) + 1, [len(blocks)]])
         contents = hashlib.sha256(json.dumps([self.vocab_size, self.boundary]).encode())
@@ -80,20 +76,12 @@ class TokenFiles:
                 contents.update(np.ascontiguousarray(array).data)
         self.fingerprint = contents.hexdigest()[:16]
 
-    def read(self, document: int, start: int, stop: int) -> Tokens:
-        check_range(f"document {document} of {self.name}", start, stop, self.lengths[document])
-        begin = self._starts[document]
-        return self._files[self._file_of(document)].tokens[begin + start : begin + stop]
-
     def document_name(self, document: int) -> str:
-        number = self._file_of(document)
+        number = self._array_of(document)
         return f"{self._files[number].path}, document {document - self._first_documents[number]:,}"
 
     def load_tokenizer(self) -> Tokenizer:
         return self._tokenizer
-
-    def _file_of(self, document: int) -> int:
-        return bisect_right(self._first_documents, document) - 1
 
 
 def find_token_files(source: Path) -> dict[str, list[Path]]:
