@@ -1,4 +1,4 @@
-"""What the loop minimizes: the interface of objectives, and the cross-entropy of next tokens for `sympow train`."""
+"""What the loop minimizes: what all objectives share, and the cross-entropy of next tokens for `sympow train`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,30 +23,34 @@ from sympow.train.processes import Mesh, Place, mean_over_processes
 SAMPLE_TOKENS = 2_048
 
 
-class Objective(Protocol):
-    """What the loop minimizes, and of which model.
+class Objective:
+    """What the loop minimizes, and of which model; a subclass has its loss.
+
+    Args:
+        model: the model that learns; messages name its parameters.
+        module: the same as DDP or FSDP2 wrap it, whose parameters are updated and saved; None: the model itself.
 
     Attributes:
-        model: the model that learns; messages name its parameters.
-        module: the same as DDP or FSDP2 wrap it, whose parameters are updated and saved; elsewhere the model itself.
         trained: the parameters of the module that are updated.
         flops_per_token: FLOPs of a step per token, for the model FLOPs utilization; None: not known.
     """
 
-    module: nn.Module
-    trained: list[nn.Parameter]
-    flops_per_token: float | None
+    flops_per_token: float | None = None
 
-    @property
-    def model(self) -> nn.Module: ...
+    def __init__(self, model: Any, module: nn.Module | None = None) -> None:
+        self.model = model
+        self.module: nn.Module = model if module is None else module
+        self.trained: list[nn.Parameter] = list(self.module.parameters())
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch; of several processes, a number whose mean over them is that mean."""
-        ...
+        raise NotImplementedError
 
     def backward(self, batch: Batch, weight: float) -> Tensor:
         """Adds `weight` times the gradient of a micro-batch's mean loss, and returns `weight` times that loss."""
-        ...
+        loss = self.loss(batch) * weight
+        loss.backward()
+        return loss.detach()
 
     def details(self, batch: Batch) -> dict[str, float]:
         """Further metrics of a step, by name.
@@ -54,7 +58,7 @@ class Objective(Protocol):
         Args:
             batch: of the step, before it was split into micro-batches.
         """
-        ...
+        return {}
 
 
 class ModelWithLoss(nn.Module):
@@ -86,7 +90,7 @@ class ModelWithLoss(nn.Module):
         )
 
 
-class CrossEntropy:
+class CrossEntropy(Objective):
     """The objective of `sympow train`: the cross-entropy of the next tokens.
 
     Args:
@@ -101,23 +105,20 @@ class CrossEntropy:
     def __init__(
         self, module: nn.Module, model: GPT, context: int, place: Place, mesh: Mesh, heartbeat: Heartbeat
     ) -> None:
-        self.module, self.model, self.trained = module, model, list(module.parameters())
-        self.flops_per_token: float | None = training_flops(model.config, context)
+        super().__init__(model, module)
+        self.flops_per_token = training_flops(model.config, context)
         self._place, self._mesh, self._heartbeat = place, mesh, heartbeat
 
     def loss(self, batch: Batch) -> Tensor:
         shards = self._mesh.shards(batch)
         if shards is None:
-            return self._unsharded_loss(batch)
-        loss: Tensor = self.module(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
-        return loss * (shards.length * shards.size / shards.total)
-
-    def backward(self, batch: Batch, weight: float) -> Tensor:
-        loss = self.loss(batch) * weight
+            loss = self._unsharded_loss(batch)
+        else:
+            loss = self.module(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
+            loss = loss * (shards.length * shards.size / shards.total)
         # Tells a process that hangs in the forward pass from those that wait for it in the backward pass.
         self._heartbeat.report_progress()
-        loss.backward()
-        return loss.detach()
+        return loss
 
     def details(self, batch: Batch) -> dict[str, float]:
         """Statistics of gates and rotations."""
