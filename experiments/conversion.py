@@ -37,7 +37,7 @@ from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import ModelLosses, difference
 from sympow.convert.objectives import NextToken
 from sympow.convert.report import draw_by_context, draw_by_position, layer_errors
-from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan, train_stage
+from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, plan, train_stage
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.errors import UserError
@@ -210,8 +210,7 @@ class Conversions:
             settings["distill_tokens"] -= self.scale.extend_tokens
             settings["extend_tokens"] = self.scale.extend_tokens
         config = ConvertConfig().changed(**settings)
-        batch_tokens = config.execution.batch_tokens
-        seen = max(stage.before + stage.seen(batch_tokens) for stage in plan(config))
+        seen = max(stage.seen for stage in plan(config))
         of_teacher = self.teacher_tokens()
         if 5 * seen > of_teacher:
             raise SystemExit(f"{step} would see {seen:,} tokens, more than a fifth of {of_teacher:,}")
@@ -260,13 +259,11 @@ class Conversions:
             objective = NextToken(model, torch.bfloat16 if on_gpu else None)
             if self.compile:
                 objective.compile()
-            stage = Stage(
-                "teacher", "extend", START, scale.teacher_tokens, config.text.context, scale.teacher_rate, 0, 0
-            )
-            trained = {
-                "teacher_tokens": stage.seen(config.execution.batch_tokens),
-                "teacher_rate": scale.teacher_rate,
-            }
+            others = {"match_tokens": 0, "distill_tokens": 0, "extend_context": config.text.context}
+            rate = {"extend_tokens": scale.teacher_tokens, "extend_rate": scale.teacher_rate}
+            (stage,) = plan(config.changed(**others, **rate))
+            stage = replace(stage, name=TEACHER, run=replace(stage.run, seed=0))
+            trained = {"teacher_tokens": stage.seen, "teacher_rate": scale.teacher_rate}
             begun = folder / TRAINED_FILE
             if begun.is_file() and read_json(begun) != trained:
                 raise SystemExit(f"{folder} holds a teacher that was begun with {read_json(begun)}; got {trained}")

@@ -164,9 +164,8 @@ class _Conversion:
                 return False
             # Compiled layers are reference cycles, which would keep the trained student in memory.
             gc.collect()
-        tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
         # The evaluation comes last: its file marks the stage as complete.
-        self._evaluate(stage.name, tokens, self._student_after(stage.name))
+        self._evaluate(stage.name, stage.seen, self._student_after(stage.name))
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return True
 
@@ -186,9 +185,8 @@ class _Conversion:
                 # transformers recomputes in training mode only. Setting the layer's own flag, and not those of its
                 # submodules, leaves dropout off.
                 layer.training = True
-        steps = stage.steps(self.config.execution.batch_tokens)
         _say(
-            f"stage {stage.name}: {steps:,} steps of {self.config.execution.batch_tokens:,} tokens at context "
+            f"stage {stage.name}: {stage.run.steps:,} steps of {stage.run.batch_tokens:,} tokens at context "
             f"{stage.context:,}; {sum(p.numel() for p in objective.trained):,} parameters are trained"
         )
         if not train_stage(stage, self.config, objective, self.dataset, folder, self.around):
