@@ -43,13 +43,10 @@ from sympow.data.manifest import MANIFEST_FILE
 from sympow.errors import UserError
 from sympow.files import write_atomically
 from sympow.parsing import read_json
-from sympow.train.heartbeat import Heartbeat
-from sympow.train.loop import Surroundings
+from sympow.train.loop import surroundings
 from sympow.train.metrics import read_metrics
-from sympow.train.objective import fast_float32
 from sympow.train.processes import process_group
 from sympow.train.run_folder import CHECKPOINTS, METRICS_FILE, claimed_folder
-from sympow.train.signals import stop_on_signals
 
 STEPS = (
     "data",
@@ -241,9 +238,8 @@ class Conversions:
             place = held.enter_context(process_group(self.device))
             claim = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place))
             folder = claim.folder
-            stop = held.enter_context(stop_on_signals())
-            on_gpu = place.device.type == "cuda"
-            held.enter_context(fast_float32("bf16" if on_gpu else "fp32", place))
+            precision = "bf16" if place.device.type == "cuda" else "fp32"
+            around = held.enter_context(surroundings(place, claim, precision))
             torch.manual_seed(0)
             shape = LlamaConfig(
                 vocab_size=dataset.vocab_size,
@@ -256,7 +252,7 @@ class Conversions:
             model: Any = LlamaForCausalLM(shape)
             model.to(place.device)
             print(f"teacher: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
-            objective = NextToken(model, torch.bfloat16 if on_gpu else None)
+            objective = NextToken(model, around.dtype)
             if self.compile:
                 objective.compile()
             others = {"match_tokens": 0, "distill_tokens": 0, "extend_context": config.text.context}
@@ -268,7 +264,6 @@ class Conversions:
             if begun.is_file() and read_json(begun) != trained:
                 raise SystemExit(f"{folder} holds a teacher that was begun with {read_json(begun)}; got {trained}")
             write_atomically(begun, (json.dumps(trained) + "\n").encode())
-            around = Surroundings(place, claim, stop, Heartbeat(place, stop, 0))
             if not train_stage(stage, config, objective, dataset, folder, around):
                 return False
             unfinished = folder / "unfinished"

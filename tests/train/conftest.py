@@ -17,7 +17,7 @@ from train.comparison import STEPS
 
 import support
 from sympow.data.preparation import prepare
-from sympow.train import TrainConfig, train, trainer
+from sympow.train import TrainConfig, loop, train
 from sympow.train.metrics import read_metrics
 from sympow.train.signals import stop_on_signals
 
@@ -69,7 +69,7 @@ def signals_reach_pytest(monkeypatch):
         if stop.signal is not None:
             signal.raise_signal(signal.Signals[stop.signal])
 
-    monkeypatch.setattr(trainer, "stop_on_signals", passing_on)
+    monkeypatch.setattr(loop, "stop_on_signals", passing_on)
 
 
 @pytest.fixture(scope="session")

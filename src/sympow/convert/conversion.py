@@ -56,12 +56,9 @@ from sympow.hf.quiet import quiet
 from sympow.hf.without_code import load_without_code
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
-from sympow.train.heartbeat import Heartbeat
-from sympow.train.loop import Surroundings
-from sympow.train.objective import fast_float32
+from sympow.train.loop import Surroundings, surroundings
 from sympow.train.processes import process_group
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
-from sympow.train.signals import stop_on_signals
 
 SETTINGS_FILE = "conversion.json"
 
@@ -103,22 +100,15 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
                 "out",
                 f"must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}",
             )
-        stop = held.enter_context(stop_on_signals())
         precision = config.execution.precision
         if precision == "auto":
             precision = "bf16" if place.device.type == "cuda" else "fp32"
-        held.enter_context(fast_float32(precision, place))
-        dtype = torch.bfloat16 if precision == "bf16" else None
-        # One process has no heartbeat.
-        around = Surroundings(place, claim, stop, Heartbeat(place, stop, 0))
-        return _Conversion(teacher, config, around, dtype).run()
+        return _Conversion(teacher, config, held.enter_context(surroundings(place, claim, precision))).run()
 
 
 class _Conversion:
-    def __init__(
-        self, source: Path | str, config: ConvertConfig, around: Surroundings, dtype: torch.dtype | None
-    ) -> None:
-        self.source, self.config, self.around, self.dtype = source, config, around, dtype
+    def __init__(self, source: Path | str, config: ConvertConfig, around: Surroundings) -> None:
+        self.source, self.config, self.around, self.dtype = source, config, around, around.dtype
         self.out, self.device = around.claim.folder, around.place.device
         self.stages = plan(config)
         self.dataset: TokenDataset = open_dataset(config.text.data)

@@ -157,7 +157,7 @@ def train_stage(
         stage=stage.name,
     )
     try:
-        with training:
+        with training.opened():
             complete = training.run()
             if complete:
                 training.prepare_to_save()

@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -103,9 +102,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A second Ctrl-C (KeyboardInterrupt) does not wait.
         if kind is None or issubclass(kind, Exception):
             self.finish()

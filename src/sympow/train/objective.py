@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -150,20 +148,6 @@ class CrossEntropy(Objective):
         """The mean over a batch whose sequences are not sharded."""
         loss: Tensor = self.module(batch.inputs, batch.targets, batch.cu_seqlens)
         return loss
-
-
-@contextmanager
-def fast_float32(precision: str, place: Place) -> Iterator[None]:
-    """With bf16 on a GPU, computes float32 products (gates, rotations) in TF32, which is still finer than bf16."""
-    if precision != "bf16" or place.device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _first_tokens(batch: Batch, tokens: int) -> Batch:

@@ -27,14 +27,12 @@ from sympow.model.accounting import check_fits
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.config import TrainConfig
-from sympow.train.heartbeat import Heartbeat
-from sympow.train.loop import Surroundings, Training
-from sympow.train.objective import CrossEntropy, ModelWithLoss, fast_float32
+from sympow.train.loop import Surroundings, Training, surroundings
+from sympow.train.objective import CrossEntropy, ModelWithLoss
 from sympow.train.optimizer import set_up_rotations
 from sympow.train.parallelize import checkpoint_activations, compile_blocks, parallelize
 from sympow.train.processes import Mesh, Place, check_same, make_mesh, process_group
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, claimed_folder
-from sympow.train.signals import stop_on_signals
 
 
 def train(
@@ -75,10 +73,8 @@ def train(
         claim = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
         data = _Data.open(config, dataset, heldout, place)
         config = replace(config, model=replace(config.model, vocab_size=data.training.vocab_size))
-        stop = held.enter_context(stop_on_signals())
-        held.enter_context(fast_float32(config.run.precision, place))
-        heartbeat = held.enter_context(Heartbeat(place, stop, config.run.hang_after))
-        _train(config, data, Surroundings(place, claim, stop, heartbeat), resume=resume)
+        around = held.enter_context(surroundings(place, claim, config.run.precision, config.run.hang_after))
+        _train(config, data, around, resume=resume)
     return claim.folder
 
 
@@ -91,9 +87,7 @@ def _train(config: TrainConfig, data: _Data, around: Surroundings, *, resume: bo
     tokenizer = _load_tokenizer(data.training) if run.save else None
     check_fits(config.model, place.device, place.world_size if run.parallel == "fsdp" else 1)
     model = _build_model(config, place)
-    module = parallelize(
-        ModelWithLoss(model, run.loss_tokens, torch.bfloat16 if run.precision == "bf16" else None), place, run.parallel
-    )
+    module = parallelize(ModelWithLoss(model, run.loss_tokens, around.dtype), place, run.parallel)
     objective = CrossEntropy(module, model, config.data.context, place, mesh, around.heartbeat)
     loader = _make_loader(
         config, data.training, config.batch_rows, place, rank=mesh.data_rank, world_size=mesh.data_size
@@ -102,9 +96,10 @@ def _train(config: TrainConfig, data: _Data, around: Surroundings, *, resume: bo
     evaluate = None
     if heldout is not None:
         evaluate = partial(objective.evaluate, heldout, max(1, run.evaluated_tokens // config.data.context))
-    with Training(
+    training = Training(
         objective, loader, config.optimizer, run, out, around, record=asdict(config), resume=resume, evaluate=evaluate
-    ) as training:
+    )
+    with training.opened():
         if place.first:
             # Written last: a folder with this file can be resumed.
             write_atomically(out / CONFIG_FILE, config.to_yaml().encode())
