@@ -208,10 +208,7 @@ def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
 def check(path: Path) -> dict[str, Any]:
     """The content of `sealed.json`. Raises unless checksums match and the metadata can be read."""
     content = read_seal(path)
-    try:
-        read_metadata(path)
-    except UnreadableMetadataError as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    read_metadata(path)
     return content
 
 
@@ -303,10 +300,6 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, checksum]
 
 
-class UnreadableMetadataError(UserError):
-    """A checkpoint's metadata is malformed, or names classes that are not admitted."""
-
-
 class TensorReader(FileSystemReader):
     """Reads a checkpoint's metadata safely; torch reads the tensors with `weights_only=True`."""
 
@@ -318,11 +311,12 @@ def read_metadata(folder: Path) -> Metadata:
     """The metadata of a checkpoint: which file holds which tensor.
 
     Raises:
-        UnreadableMetadataError: it is malformed, or names code to be run.
+        DamagedCheckpointError: it is malformed, or names code to be run.
     """
+    damaged = f"{folder} is damaged: {METADATA}"
     try:
-        metadata = _MetadataUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
-    except UnreadableMetadataError:
+        metadata = _MetadataUnpickler((folder / METADATA).read_bytes(), damaged).load()
+    except DamagedCheckpointError:
         raise
     # All that a malformed pickle can raise, since it calls admitted classes with any arguments.
     except (
@@ -337,17 +331,21 @@ def read_metadata(folder: Path) -> Metadata:
         TypeError,
         ValueError,
     ) as error:
-        raise UnreadableMetadataError(f"{METADATA} is malformed: {error}") from error
+        raise DamagedCheckpointError(f"{damaged} is malformed: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise UnreadableMetadataError(f"{METADATA} is not a list of tensors")
+        raise DamagedCheckpointError(f"{damaged} is not a list of tensors")
     for info in metadata.storage_data.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-            raise UnreadableMetadataError(f"{METADATA} refers to {name!r}, which is not a file of the checkpoint")
+            raise DamagedCheckpointError(f"{damaged} refers to {name!r}, which is not a file of the checkpoint")
     return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, damaged: str) -> None:
+        super().__init__(io.BytesIO(content))
+        self._damaged = damaged
+
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             # Of the operating system that wrote it; the pure classes exist on all.
@@ -356,4 +354,4 @@ class _MetadataUnpickler(pickle.Unpickler):
         # dtypes are pickled as attributes of torch.
         if admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise UnreadableMetadataError(f"{METADATA} names {module}.{name}, which does not belong to a checkpoint")
+        raise DamagedCheckpointError(f"{self._damaged} names {module}.{name}, which does not belong to a checkpoint")
