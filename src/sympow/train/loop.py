@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +89,6 @@ class Training:
         record: the settings that checkpoints and Weights & Biases store; those of the "model" must be the same in a
             training that is resumed.
         resume: whether to continue from the newest intact checkpoint.
-        evaluate: measures the held-out loss; None: there is none.
         saves_last: whether there is a checkpoint after the last step.
         stage: name for messages, of a training in several stages.
     """
@@ -105,12 +104,11 @@ class Training:
         *,
         record: dict[str, Any],
         resume: bool,
-        evaluate: Callable[[], float] | None = None,
         saves_last: bool = True,
         stage: str = "",
     ) -> None:
         self.objective, self.loader, self.schedule, self.settings = objective, loader, optimizer, run
-        self.folder, self.record, self.resume, self.evaluate = folder, record, resume, evaluate
+        self.folder, self.record, self.resume = folder, record, resume
         self.place, self.claim, self.stop, self.heartbeat = around.place, around.claim, around.stop, around.heartbeat
         self.saves_last, self.of_stage = saves_last, f" of stage {stage}" if stage else ""
         self.optimizer = make_optimizer(objective.module, optimizer)
@@ -204,7 +202,7 @@ class Training:
         if waiting is not None:
             self._write(waiting.step, self._numbers_of(waiting))
         shows = self.step_number % run.log_every == 0 or self.step_number == run.steps
-        evaluates = self.evaluate is not None and run.evaluates(self.step_number)
+        evaluates = self.objective.evaluates and run.evaluates(self.step_number)
         if update.under_way and not (first or at_once or shows or evaluates):
             self._waiting = update
             self.progress.step(self.step_number, None)
@@ -214,12 +212,12 @@ class Training:
         if shows:
             speed, line = self._speed(numbers["loss"])
             numbers |= speed | self.objective.details(update.batch)
-        if self.evaluate is not None and evaluates:
-            numbers["heldout_loss"] = self.evaluate()
+        if evaluates:
+            numbers["heldout_loss"] = self.objective.evaluate()
             self.say(f"step {self.step_number:,}: held-out loss {numbers['heldout_loss']:.4f}")
         if first or shows or evaluates:
-            # Without start-up, such as compilation, and without what was measured here.
-            self._throughput.restart()
+            # The next number is without start-up, such as compilation, and without what was measured here.
+            self._throughput.read()
         self._write(update.step, numbers)
         self.progress.step(self.step_number, line)
 

@@ -13,6 +13,7 @@ from sympow.data.loader import Batch, Loader
 from sympow.model.gpt import GPT
 from sympow.model.losses import linear_cross_entropy
 from sympow.parallel.shards import Shards
+from sympow.train.config import TrainConfig
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.monitoring import gate_and_rotation_metrics, training_flops
 from sympow.train.processes import Mesh, Place, mean_over_processes
@@ -30,10 +31,12 @@ class Objective:
 
     Attributes:
         trained: the parameters of the module that are updated.
+        evaluates: whether there is a held-out loss.
         flops_per_token: FLOPs of a step per token, for the model FLOPs utilization; None: not known.
     """
 
     flops_per_token: float | None = None
+    evaluates = False
 
     def __init__(self, model: Any, module: nn.Module | None = None) -> None:
         self.model = model
@@ -57,6 +60,10 @@ class Objective:
             batch: of the step, before it was split into micro-batches.
         """
         return {}
+
+    def evaluate(self) -> float:
+        """The held-out loss."""
+        raise NotImplementedError
 
 
 class ModelWithLoss(nn.Module):
@@ -94,18 +101,28 @@ class CrossEntropy(Objective):
     Args:
         module: a `ModelWithLoss` as `parallelize` returns it.
         model: the model in it.
-        context: tokens of a sequence.
+        config: of the run.
         place: of this process.
         mesh: how batches and sequences are shared by the processes.
         heartbeat: of this process.
+        heldout: rows of held-out documents, one at a time; None: nothing is evaluated.
     """
 
     def __init__(
-        self, module: nn.Module, model: GPT, context: int, place: Place, mesh: Mesh, heartbeat: Heartbeat
+        self,
+        module: nn.Module,
+        model: GPT,
+        config: TrainConfig,
+        place: Place,
+        mesh: Mesh,
+        heartbeat: Heartbeat,
+        heldout: Loader | None,
     ) -> None:
         super().__init__(model, module)
-        self.flops_per_token = training_flops(model.config, context)
-        self._place, self._mesh, self._heartbeat = place, mesh, heartbeat
+        self.flops_per_token = training_flops(model.config, config.data.context)
+        self.evaluates = heldout is not None
+        self._place, self._mesh, self._heartbeat, self._heldout = place, mesh, heartbeat, heldout
+        self._heldout_rows = max(1, config.run.evaluated_tokens // config.data.context)
 
     def loss(self, batch: Batch) -> Tensor:
         shards = self._mesh.shards(batch)
@@ -124,15 +141,11 @@ class CrossEntropy(Objective):
         return gate_and_rotation_metrics(self.model, lambda: self._unsharded_loss(sample))
 
     @torch.no_grad()
-    def evaluate(self, heldout: Loader, rows: int) -> float:
-        """Mean loss on held-out documents: the same ones every time, and for any number of processes.
-
-        Args:
-            heldout: gives one row at a time.
-            rows: the most rows to evaluate.
-        """
-        heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
-        chosen = islice(heldout, rows)
+    def evaluate(self) -> float:
+        """Mean loss on held-out documents: the same ones every time, and for any number of processes."""
+        assert self._heldout is not None
+        self._heldout.load_state_dict({**self._heldout.state_dict(), "epoch": 0, "batch": 0})
+        chosen = islice(self._heldout, self._heldout_rows)
         total, count, rank = torch.zeros((), device=self._place.device), 0, self._mesh.data_rank
         while batches := list(islice(chosen, self._mesh.data_size)):
             self._heartbeat.report_progress()
