@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -124,6 +125,39 @@ def alone(known, tiny, tmp_path_factory):
         return known[key]
 
     return run
+
+
+def before_step(code):
+    """Code for a training process that runs other code before each step, in which `self` is the training."""
+    return f"""
+import os, signal, time
+from sympow.train import heartbeat, loop
+step = loop.Training.step
+def changed(self, batch):
+{textwrap.indent(textwrap.dedent(code).strip(), "    ")}
+    return step(self, batch)
+loop.Training.step = changed
+"""
+
+
+# Long enough that a signal arrives during the phase that a test wants.
+SLOWER = before_step("time.sleep(0.02)")
+
+
+@pytest.fixture
+def before_steps(monkeypatch):
+    """Calls a function with the training before each step of runs in this process."""
+
+    def call(act):
+        step = loop.Training.step
+
+        def changed(self, batch):
+            act(self)
+            return step(self, batch)
+
+        monkeypatch.setattr(loop.Training, "step", changed)
+
+    return call
 
 
 def as_flags(changes):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from train.comparison import STEPS, same
-from train.conftest import TINY, as_flags, seed
+from train.conftest import TINY, as_flags, before_step, seed
 
 from support import assert_close
 from sympow.model.storage import load_model
@@ -100,8 +100,7 @@ def test_several_processes_recompute_and_pack(finish, alone, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losses, alone, tmp_path):
-    slower = "import time; from sympow.train import loop; step = loop.Training.step\n"
-    slower += "loop.Training.step = lambda self, batch: (time.sleep(0.1), step(self, batch))[1]\n"
+    slower = before_step("time.sleep(0.1)")
     training = start(tmp_path / "run", processes=2, steps=STEPS, save_every=0, code=slower)
     training.wait_for_step(2)
     training.send(signal.SIGTERM, process=1)

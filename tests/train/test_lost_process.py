@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 from train.comparison import STEPS, same
-from train.conftest import TINY, as_flags, seed
+from train.conftest import TINY, as_flags, before_step, seed
 
-DYING = """
-import os, signal
-from sympow.train import loop
-step = loop.Training.step
-def dying(self, batch):
+DYING = before_step("""
     if os.environ["RANK"] == "{rank}" and self.step_number == 3:
         os.kill(os.getpid(), signal.{signal})
-    return step(self, batch)
-loop.Training.step = dying
-"""
+""")
 # A stopped process keeps its connections open, so only the missing heartbeat reveals it. The limits are shortened.
 IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER, heartbeat.EXIT_GRACE = 4.0, 1.0\n"
 
