@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import soak
 from train.comparison import STEPS
 
 import support
@@ -160,6 +161,16 @@ def before_steps(monkeypatch):
     return call
 
 
+def torchrun(*words, out, environment=None, **changes):
+    """Runs torchrun with two processes of a program for training, on a tiny run; it must end well."""
+    command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", *words]
+    command += ["--out", out, "--device", "cpu", *as_flags({**TINY, **seed(), "steps": STEPS, **changes})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def as_flags(changes):
     flags = []
     for name, value in changes.items():
@@ -219,23 +230,8 @@ class Training:
 def launcher():
     """Returns a function that starts training processes through launcher.py."""
     # Warnings are errors in the launcher as well.
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", str(Path(__file__).parent / "launcher.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-    def ask(request):
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    yield ask
-    process.stdin.close()
-    process.wait(PATIENCE)
-    process.stdout.close()
+    with soak.Launcher("-W", "error") as process:
+        yield process.ask
 
 
 @pytest.fixture

@@ -105,16 +105,21 @@ def test_a_run_that_is_under_way_is_not_resumed(start, losses, tmp_path):
     assert start(out, resume=True, steps=14).wait() == [0]
 
 
+def assert_is_in_use(folder):
+    """Asserts that a run of this process has a folder, and that another does not get it."""
+    place = Place(rank=0, world_size=1, device=torch.device("cpu"))
+    with (
+        pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"),
+        claimed_folder(folder, resume=True, place=place),
+    ):
+        pytest.fail("two runs have one folder")
+
+
 def test_two_runs_of_one_process_do_not_share_a_folder(tiny, tmp_path, monkeypatch):
     seen = []
 
     def second(*arguments, **options):
-        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-        with (
-            pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"),
-            claimed_folder(tmp_path / "run", resume=True, place=place),
-        ):
-            pytest.fail("two runs have one folder")
+        assert_is_in_use(tmp_path / "run")
         seen.append(True)
         return make(*arguments, **options)
 
@@ -173,12 +178,7 @@ def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_pat
         if training.step_number == 1:
             (out / "run.lock").unlink()
         if training.step_number == 2:
-            place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-            with (
-                pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on "),
-                claimed_folder(out, resume=True, place=place),
-            ):
-                pytest.fail("two runs have one folder")
+            assert_is_in_use(out)
             refused.append(True)
 
     before_steps(remove)
