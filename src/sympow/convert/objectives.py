@@ -61,7 +61,6 @@ class Matching(StageObjective):
         self.teacher = teacher
         of_teacher, of_student = decoder_layers(teacher), decoder_layers(student)
         self.pairs = {n: (of_teacher[n][1], of_student[n][1]) for n in swapped_layers(student)}
-        self.layers = {n: of_teacher[n][0] for n in self.pairs}
         self.trained = [parameter for _, attention in self.pairs.values() for parameter in attention.parameters()]
         self._last: dict[int, Tensor] = {}
 
@@ -104,9 +103,10 @@ class Matching(StageObjective):
 
     def compile(self) -> None:
         """Compiles the teacher's layers in parts: hooks on attention would not run inside compiled layers."""
+        layers = decoder_layers(self.teacher)
         for number, (of_teacher, of_student) in self.pairs.items():
             of_student.compile(dynamic=False)
-            for child in self.layers[number].children():
+            for child in layers[number][0].children():
                 if child is not of_teacher:
                     child.compile(dynamic=False)
 

@@ -217,14 +217,13 @@ def _html(title: str, tables: Mapping[str, Table], figures: Mapping[str, Path]) 
     """The report as one file with inlined figures."""
     yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     yield f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-    settings = [heading for heading in tables if heading == "Settings"]
-    for heading in [heading for heading in tables if heading != "Settings"]:
+    *measured, settings = tables
+    for heading in measured:
         yield from _html_table(heading, tables[heading])
     for heading, path in figures.items():
         picture = base64.b64encode(path.read_bytes()).decode()
         yield f'<h2>{escape(heading)}</h2><img alt="{escape(heading)}" src="data:image/png;base64,{picture}">'
-    for heading in settings:
-        yield from _html_table(heading, tables[heading])
+    yield from _html_table(settings, tables[settings])
     yield "</body></html>"
 
 

@@ -166,7 +166,9 @@ class Checkpoints:
         if self._place.first:
             for path in reversed(self._found()):
                 try:
-                    chosen[0] = path, check(path)
+                    content = read_seal(path)
+                    read_metadata(path)
+                    chosen[0] = path, content
                     break
                 except DamagedCheckpointError as error:
                     self._damaged.append(path)
@@ -203,13 +205,6 @@ def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
     flush(target.parent)
-
-
-def check(path: Path) -> dict[str, Any]:
-    """The content of `sealed.json`. Raises unless checksums match and the metadata can be read."""
-    content = read_seal(path)
-    read_metadata(path)
-    return content
 
 
 def read_seal(path: Path) -> dict[str, Any]:
