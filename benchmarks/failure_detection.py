@@ -64,10 +64,10 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
     import torch.distributed as dist
 
     import sympow.cli.train
-    from sympow.train import heartbeat, loop, processes, trainer
+    from sympow.train import heartbeat, loop, processes
 
     if detection != "heartbeat":
-        trainer.Heartbeat = NoHeartbeat if detection == "timeout" else Barrier  # type: ignore[attr-defined,assignment]
+        loop.Heartbeat = NoHeartbeat if detection == "timeout" else Barrier  # type: ignore[attr-defined,assignment]
         processes.torchrun_hosts_store = lambda: False
         dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=timeout))
     barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=timeout), wait_all_ranks=True)

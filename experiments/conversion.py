@@ -37,19 +37,16 @@ from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import ModelLosses, difference
 from sympow.convert.objectives import NextToken
 from sympow.convert.report import draw_by_context, draw_by_position, layer_errors
-from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan, train_stage
+from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, plan, train_stage
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.errors import UserError
 from sympow.files import write_atomically
 from sympow.parsing import read_json
-from sympow.train.heartbeat import Heartbeat
-from sympow.train.loop import Surroundings
+from sympow.train.loop import surroundings
 from sympow.train.metrics import read_metrics
-from sympow.train.objective import fast_float32
 from sympow.train.processes import process_group
 from sympow.train.run_folder import CHECKPOINTS, METRICS_FILE, claimed_folder
-from sympow.train.signals import stop_on_signals
 
 STEPS = (
     "data",
@@ -210,8 +207,7 @@ class Conversions:
             settings["distill_tokens"] -= self.scale.extend_tokens
             settings["extend_tokens"] = self.scale.extend_tokens
         config = ConvertConfig().changed(**settings)
-        batch_tokens = config.execution.batch_tokens
-        seen = max(stage.before + stage.seen(batch_tokens) for stage in plan(config))
+        seen = max(stage.seen for stage in plan(config))
         of_teacher = self.teacher_tokens()
         if 5 * seen > of_teacher:
             raise SystemExit(f"{step} would see {seen:,} tokens, more than a fifth of {of_teacher:,}")
@@ -242,9 +238,8 @@ class Conversions:
             place = held.enter_context(process_group(self.device))
             claim = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place))
             folder = claim.folder
-            stop = held.enter_context(stop_on_signals())
-            on_gpu = place.device.type == "cuda"
-            held.enter_context(fast_float32("bf16" if on_gpu else "fp32", place))
+            precision = "bf16" if place.device.type == "cuda" else "fp32"
+            around = held.enter_context(surroundings(place, claim, precision))
             torch.manual_seed(0)
             shape = LlamaConfig(
                 vocab_size=dataset.vocab_size,
@@ -257,21 +252,18 @@ class Conversions:
             model: Any = LlamaForCausalLM(shape)
             model.to(place.device)
             print(f"teacher: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
-            objective = NextToken(model, torch.bfloat16 if on_gpu else None)
+            objective = NextToken(model, around.dtype)
             if self.compile:
                 objective.compile()
-            stage = Stage(
-                "teacher", "extend", START, scale.teacher_tokens, config.text.context, scale.teacher_rate, 0, 0
-            )
-            trained = {
-                "teacher_tokens": stage.seen(config.execution.batch_tokens),
-                "teacher_rate": scale.teacher_rate,
-            }
+            others = {"match_tokens": 0, "distill_tokens": 0, "extend_context": config.text.context}
+            rate = {"extend_tokens": scale.teacher_tokens, "extend_rate": scale.teacher_rate}
+            (stage,) = plan(config.changed(**others, **rate))
+            stage = replace(stage, name=TEACHER, run=replace(stage.run, seed=0))
+            trained = {"teacher_tokens": stage.seen, "teacher_rate": scale.teacher_rate}
             begun = folder / TRAINED_FILE
             if begun.is_file() and read_json(begun) != trained:
                 raise SystemExit(f"{folder} holds a teacher that was begun with {read_json(begun)}; got {trained}")
             write_atomically(begun, (json.dumps(trained) + "\n").encode())
-            around = Surroundings(place, claim, stop, Heartbeat(place, stop, 0))
             if not train_stage(stage, config, objective, dataset, folder, around):
                 return False
             unfinished = folder / "unfinished"

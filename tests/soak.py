@@ -43,11 +43,18 @@ class SoakError(Exception):
 
 
 class Launcher:
-    """Forks training processes from one that has imported everything, so that an attempt starts within a second."""
+    """Forks training processes from one that has imported everything, so that an attempt starts within a second.
+
+    Args:
+        flags: of Python.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        self._flags = flags
 
     def __enter__(self) -> Launcher:
         self._process = subprocess.Popen(
-            [sys.executable, str(TESTS / "train" / "launcher.py")],
+            [sys.executable, *self._flags, str(TESTS / "train" / "launcher.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -62,13 +69,14 @@ class Launcher:
 
     def start(self, arguments: list[str], log: Path) -> int:
         """Starts a process; returns its id."""
-        return self._ask({"environment": {}, "arguments": arguments, "code": "", "log": str(log)})
+        return self.ask({"environment": {}, "arguments": arguments, "code": "", "log": str(log)})
 
     def poll(self, pid: int) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
-        return self._ask({"wait": pid})
+        return self.ask({"wait": pid})
 
-    def _ask(self, request: dict[str, object]) -> int | None:
+    def ask(self, request: dict[str, object]) -> int | None:
+        """The answer of launcher.py to a request: to start a process, or to wait for one."""
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

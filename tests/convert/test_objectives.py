@@ -35,6 +35,12 @@ def pair():
     return make
 
 
+def assert_same_gradients(one, other):
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
+
+
 @pytest.mark.parametrize(("layers", "make_teacher"), [("all", make_llama), ([1], make_llama), ("all", make_gpt2)])
 def test_matching_is_the_mean_relative_error_given_the_teachers_inputs(pair, batch, layers, make_teacher):
     from sympow.hf import attention_modules, swapped_layers
@@ -60,9 +66,9 @@ def test_matching_is_the_mean_relative_error_given_the_teachers_inputs(pair, bat
     returned = objective.backward(batch, 0.3)
     assert torch.allclose(returned, 0.3 * loss, rtol=0, atol=1e-12)
     trained = {id(parameter) for parameter in objective.trained}
-    for (name, mine), theirs in zip(student.named_parameters(), expected.parameters(), strict=True):
-        assert (theirs.grad is None) == (mine.grad is None) == (id(mine) not in trained), name
-        assert mine.grad is None or torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
+    assert_same_gradients(student, expected)
+    for name, parameter in student.named_parameters():
+        assert (parameter.grad is None) == (id(parameter) not in trained), name
     assert {f"match_loss/layer_{n}" for n in swapped_layers(student)} == set(objective.details(batch))
     assert all(parameter.grad is None for parameter in teacher.parameters())
     # Hooks are removed: a plain forward pass of the teacher does not touch the student.
@@ -80,9 +86,7 @@ def test_micro_batches_add_up_to_the_batch(pair, batch, kind):
     assert [piece.rows for piece in pieces] == [3, 1]
     total = sum(accumulated.backward(piece, piece.rows / batch.rows) for piece in pieces)
     assert torch.allclose(total, whole, rtol=0, atol=1e-12)
-    for (name, mine), theirs in zip(student.named_parameters(), other.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), name
-        assert mine.grad is None or torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
+    assert_same_gradients(student, other)
 
 
 def test_matching_of_an_unchanged_layer_is_zero(batch):
@@ -106,8 +110,7 @@ def test_distillation_is_the_divergence_of_whole_predictions(pair, batch):
     (0.3 * loss).backward()
     returned = Distillation(teacher, student, None).backward(batch, 0.3)
     assert torch.allclose(returned, 0.3 * loss, rtol=0, atol=1e-12)
-    for (name, mine), theirs in zip(student.named_parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
+    assert_same_gradients(student, expected)
 
 
 def test_the_plain_loss_is_cross_entropy(pair, batch):
@@ -117,5 +120,4 @@ def test_the_plain_loss_is_cross_entropy(pair, batch):
     (0.3 * loss).backward()
     returned = NextToken(student, None).backward(batch, 0.3)
     assert torch.allclose(returned, 0.3 * loss, rtol=0, atol=1e-12)
-    for (name, mine), theirs in zip(student.named_parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
+    assert_same_gradients(student, expected)

@@ -212,12 +212,17 @@ def test_a_vocabulary_larger_than_the_teachers(settings, tmp_path):
     refused(tmp_path / "few", settings(), tmp_path / "out", message)
 
 
-def test_data_of_another_tokenizer(teacher, settings, texts, tmp_path):
-    """The ids are all below the teacher's vocabulary size, and mean something else."""
-    source = tmp_path / "texts"
-    source.mkdir()
+@pytest.fixture
+def source(tmp_path):
+    """A folder of texts."""
+    (tmp_path / "texts").mkdir()
     for number in range(4):
-        (source / f"{number}.txt").write_text(f"{number} and then " * 60)
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} and then " * 60)
+    return tmp_path / "texts"
+
+
+def test_data_of_another_tokenizer(teacher, settings, source, tmp_path):
+    """The ids are all below the teacher's vocabulary size, and mean something else."""
     # Bytes and the boundary in the order of this encoding: the same number of ids as the tokenizer of bytes.
     train_bpe(["and then"], 257).save(tmp_path / "bpe")
     prepare([source], tmp_path / "data", heldout=0.3, tokenizer=str(tmp_path / "bpe" / "tokenizer.json"), workers=1)
@@ -225,15 +230,12 @@ def test_data_of_another_tokenizer(teacher, settings, texts, tmp_path):
     refused(teacher, settings(data=str(tmp_path / "data")), tmp_path / "out", message)
 
 
-def test_data_that_begin_documents_with_another_token(settings, tmp_path):
+def test_data_that_begin_documents_with_another_token(settings, source, tmp_path):
     """As Llama-3 and Mistral, whose tokenizers begin every text with a token that ends none."""
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    source, folder = tmp_path / "texts", tmp_path / "teacher"
-    source.mkdir()
-    for number in range(4):
-        (source / f"{number}.txt").write_text(f"{number} and then " * 60)
+    folder = tmp_path / "teacher"
     train_bpe(["and then"], 257).save(tmp_path / "bpe")
     tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|begin|>"])

@@ -27,10 +27,10 @@ def test_stages_count_the_tokens_of_their_steps(tokens, steps):
     )
     stages = {stage.name: stage for stage in plan(config)}
     assert list(stages) == ["match", "distill", "extend", "distill-without-match", "extend-without-match"]
-    assert [stages[name].steps(128) for name in ("match", "distill", "extend")] == list(steps)
-    assert stages["distill-without-match"].steps(128) == steps[0] + steps[1]
-    assert stages["extend-without-match"].steps(128) == steps[2]
-    seen = {name: (stage.before + stage.seen(128)) // 128 for name, stage in stages.items()}
+    assert [stages[name].run.steps for name in ("match", "distill", "extend")] == list(steps)
+    assert stages["distill-without-match"].run.steps == steps[0] + steps[1]
+    assert stages["extend-without-match"].run.steps == steps[2]
+    seen = {name: stage.seen // 128 for name, stage in stages.items()}
     assert seen == {
         "match": steps[0],
         "distill": steps[0] + steps[1],

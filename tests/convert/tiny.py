@@ -57,6 +57,18 @@ def losses_of(folder, stage):
     return [json.loads(line)["loss"] for line in lines]
 
 
+def learns(folder, *stages):
+    """Whether each stage reduces its loss."""
+    ends = [(losses[:2], losses[-2:]) for losses in (losses_of(folder, stage) for stage in stages)]
+    return all(sum(last) < 0.9 * sum(first) for first, last in ends)
+
+
+def same_weights(one, other):
+    """Whether two saved models have the same weights, bit for bit, by their folders."""
+    one, other = weights_of(one), weights_of(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def weights_of(folder):
     from safetensors.torch import load_file
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import soak
 from train.comparison import STEPS
 
 import support
 from sympow.data.preparation import prepare
-from sympow.train import TrainConfig, train, trainer
+from sympow.train import TrainConfig, loop, train
 from sympow.train.metrics import read_metrics
 from sympow.train.signals import stop_on_signals
 
@@ -69,7 +71,7 @@ def signals_reach_pytest(monkeypatch):
         if stop.signal is not None:
             signal.raise_signal(signal.Signals[stop.signal])
 
-    monkeypatch.setattr(trainer, "stop_on_signals", passing_on)
+    monkeypatch.setattr(loop, "stop_on_signals", passing_on)
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +126,49 @@ def alone(known, tiny, tmp_path_factory):
         return known[key]
 
     return run
+
+
+def before_step(code):
+    """Code for a training process that runs other code before each step, in which `self` is the training."""
+    return f"""
+import os, signal, time
+from sympow.train import heartbeat, loop
+step = loop.Training.step
+def changed(self, batch):
+{textwrap.indent(textwrap.dedent(code).strip(), "    ")}
+    return step(self, batch)
+loop.Training.step = changed
+"""
+
+
+# Long enough that a signal arrives during the phase that a test wants.
+SLOWER = before_step("time.sleep(0.02)")
+
+
+@pytest.fixture
+def before_steps(monkeypatch):
+    """Calls a function with the training before each step of runs in this process."""
+
+    def call(act):
+        step = loop.Training.step
+
+        def changed(self, batch):
+            act(self)
+            return step(self, batch)
+
+        monkeypatch.setattr(loop.Training, "step", changed)
+
+    return call
+
+
+def torchrun(*words, out, environment=None, **changes):
+    """Runs torchrun with two processes of a program for training, on a tiny run; it must end well."""
+    command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", *words]
+    command += ["--out", out, "--device", "cpu", *as_flags({**TINY, **seed(), "steps": STEPS, **changes})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def as_flags(changes):
@@ -185,23 +230,8 @@ class Training:
 def launcher():
     """Returns a function that starts training processes through launcher.py."""
     # Warnings are errors in the launcher as well.
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", str(Path(__file__).parent / "launcher.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-    def ask(request):
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    yield ask
-    process.stdin.close()
-    process.wait(PATIENCE)
-    process.stdout.close()
+    with soak.Launcher("-W", "error") as process:
+        yield process.ask
 
 
 @pytest.fixture

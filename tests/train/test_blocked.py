@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+from train.conftest import before_step
 
 from sympow.data.preparation import prepare
 
@@ -12,18 +13,11 @@ import os, sys
 if os.environ["RANK"] == "1":
     sys.argv += {flags!r}
 """
-HANGING = """
-import os, time
-from sympow.train import loop
-from sympow.train import heartbeat
-heartbeat.STOP_GRACE, heartbeat.EXIT_GRACE = 2.0, 1.0
-step = loop.Training.step
-def hanging(self, batch):
+HANGING = before_step("""
+    heartbeat.STOP_GRACE, heartbeat.EXIT_GRACE = 2.0, 1.0
     while os.environ["RANK"] == "{rank}" and self.step_number == 3:
         time.sleep(60)
-    return step(self, batch)
-loop.Training.step = hanging
-"""
+""")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,13 @@
 """Several processes compute what one computes, and continue from each other's checkpoints."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from train.comparison import STEPS, same
-from train.conftest import TINY, as_flags, seed
+from train.conftest import before_step, torchrun
 
 from support import assert_close
 from sympow.model.storage import load_model
@@ -41,14 +37,7 @@ def test_processes_agree_to_stop_without_waiting_for_their_devices(monkeypatch, 
 
 @pytest.mark.slow
 def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):
-    settings = {"data": texts, "steps": STEPS, **TINY, **seed(), **THOROUGH}
-    command = [
-        *(Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "sympow.train"),
-        *("--out", tmp_path / "run", "--device", "cpu", *as_flags(settings)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = torchrun("-m", "sympow.train", out=tmp_path / "run", data=texts, **THOROUGH)
     assert done.stdout.splitlines() == [str(tmp_path / "run")]
     assert same(tmp_path / "run", alone(**THOROUGH))
 
@@ -100,8 +89,7 @@ def test_several_processes_recompute_and_pack(finish, alone, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losses, alone, tmp_path):
-    slower = "import time; from sympow.train import loop; step = loop.Training.step\n"
-    slower += "loop.Training.step = lambda self, batch: (time.sleep(0.1), step(self, batch))[1]\n"
+    slower = before_step("time.sleep(0.1)")
     training = start(tmp_path / "run", processes=2, steps=STEPS, save_every=0, code=slower)
     training.wait_for_step(2)
     training.send(signal.SIGTERM, process=1)

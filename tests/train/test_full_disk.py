@@ -1,6 +1,7 @@
 """A full or read-only disk ends a run with one line, and earlier checkpoints stay intact."""
 
 import pytest
+from train.conftest import before_step
 
 # From a given step on, files are limited to a size that checkpoints exceed and metrics do not reach.
 LIMITED = """
@@ -17,31 +18,18 @@ SAVE = {"owner": "loop.Training", "name": "save"}
 # None, after the checkpoint before is complete.
 FINISH = "arguments[0].checkpoints.finish()"
 # From the third step on, writing to a file fails as on a disk without space.
-FULL = """
-import os
-from sympow.train import loop
-step = loop.Training.step
-def full(self, batch):
+FULL = before_step("""
     for handle in os.listdir("/proc/self/fd") if self.step_number == 2 else ():
-        path = f"/proc/self/fd/{{handle}}"
-        if os.path.exists(path) and {name!r} in os.readlink(path):
+        path = f"/proc/self/fd/{handle}"
+        if os.path.exists(path) and "metrics.jsonl" in os.readlink(path):
             os.dup2(os.open("/dev/full", os.O_WRONLY), int(handle))
-    return step(self, batch)
-loop.Training.step = full
-"""
+""")
 # The same for a file that is opened each time.
-REPLACED = """
-import os
-from sympow.train import loop
-step = loop.Training.step
-def full(self, batch):
-    if self.step_number == 2:
-        for path in (self.folder / "tensorboard").iterdir():
-            path.unlink()
-            path.symlink_to("/dev/full")
-    return step(self, batch)
-loop.Training.step = full
-"""
+REPLACED = before_step("""
+    for path in (self.folder / "tensorboard").iterdir() if self.step_number == 2 else ():
+        path.unlink()
+        path.symlink_to("/dev/full")
+""")
 
 
 @pytest.fixture
@@ -91,7 +79,7 @@ def test_a_model_that_cannot_be_written(fail, tmp_path):
 @pytest.mark.slow
 def test_metrics_that_cannot_be_written(fail, tmp_path):
     message = f"error: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device"
-    fail(tmp_path / "run", FULL.format(name="metrics.jsonl"), message, save_every=1)
+    fail(tmp_path / "run", FULL, message, save_every=1)
 
 
 @pytest.mark.slow

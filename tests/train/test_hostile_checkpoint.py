@@ -85,22 +85,24 @@ def test_a_payload_beside_a_good_list_runs_nothing(tiny, losses, out, changed, t
     assert not ran.exists()
 
 
+def put_object(path, ran, index, kind=None):
+    """Puts an object in the place of the tensor "rng", under an index of its own, and of another kind if given."""
+    torch.save(Payload(ran), path / "object")
+
+    def refer(metadata):
+        (before,) = (index for index in metadata.storage_data if index.fqn == "rng")
+        info = metadata.storage_data.pop(before)
+        info.relative_path, info.offset, info.length = "object", 0, (path / "object").stat().st_size
+        metadata.storage_data[index or before] = info
+        if kind is not None:
+            metadata.state_dict_metadata["rng"] = kind
+
+    change_metadata(path, refer)
+
+
 def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tiny, losses, out, changed, tmp_path, capfd):
     ran = tmp_path / "ran"
-
-    def replace(path):
-        torch.save(Payload(ran), path / "object")
-
-        def refer(metadata):
-            metadata.state_dict_metadata["rng"] = BytesStorageMetadata()
-            (index,) = (index for index in metadata.storage_data if index.fqn == "rng")
-            info = metadata.storage_data.pop(index)
-            info.relative_path, info.offset, info.length = "object", 0, (path / "object").stat().st_size
-            metadata.storage_data[MetadataIndex("rng")] = info
-
-        change_metadata(path, refer)
-
-    changed(replace)
+    changed(lambda path: put_object(path, ran, MetadataIndex("rng"), BytesStorageMetadata()))
     named = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
     assert_the_one_before_is_used(tiny, losses, out, capfd, f".metadata names {named}, which does not belong")
     assert not ran.exists()
@@ -108,18 +110,7 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tiny, losses, out, 
 
 def test_a_tensor_that_is_something_else_is_not_unpickled(tiny, out, changed, tmp_path):
     ran = tmp_path / "ran"
-
-    def replace(path):
-        torch.save(Payload(ran), path / "object")
-
-        def refer(metadata):
-            (index,) = (index for index in metadata.storage_data if index.fqn == "rng")
-            info = metadata.storage_data[index]
-            info.relative_path, info.offset, info.length = "object", 0, (path / "object").stat().st_size
-
-        change_metadata(path, refer)
-
-    changed(replace)
+    changed(lambda path: put_object(path, ran, None))
     with pytest.raises(DamagedCheckpointError, match=rf"{LAST} cannot be loaded: "):
         train(tiny(steps=5), out, resume=True, device="cpu")
     assert not ran.exists()

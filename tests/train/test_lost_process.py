@@ -1,26 +1,17 @@
 """The heartbeat: a process that dies or stops ends the run, by name, and torchrun restarts from the last checkpoint."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from train.comparison import STEPS, same
-from train.conftest import TINY, as_flags, seed
+from train.comparison import same
+from train.conftest import before_step, torchrun
 
-DYING = """
-import os, signal
-from sympow.train import loop
-step = loop.Training.step
-def dying(self, batch):
+DYING = before_step("""
     if os.environ["RANK"] == "{rank}" and self.step_number == 3:
         os.kill(os.getpid(), signal.{signal})
-    return step(self, batch)
-loop.Training.step = dying
-"""
+""")
 # A stopped process keeps its connections open, so only the missing heartbeat reveals it. The limits are shortened.
 IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER, heartbeat.EXIT_GRACE = 4.0, 1.0\n"
 
@@ -58,14 +49,9 @@ def test_a_process_that_hangs_ends_all_by_name(start, tmp_path):
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint(alone, texts, tmp_path):
     out = tmp_path / "run"
-    settings = {"data": texts, "steps": STEPS, "save_every": 1, **TINY, **seed(), "context_parallel": 2}
-    command = [
-        *(Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
-        *(Path(__file__).with_name("dying.py"), "--out", out, "--device", "cpu", *as_flags(settings)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DYING_RANK": "1", "DYING_STEP": "3"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
+    program = ("--max-restarts", "1", Path(__file__).with_name("dying.py"))
+    changes = {"data": texts, "save_every": 1, "context_parallel": 2}
+    done = torchrun(*program, out=out, environment={"DYING_RANK": "1", "DYING_STEP": "3"}, **changes)
     assert "stopped: rank 1 (process " in done.stderr
     assert f"resumed from {out / 'checkpoints' / 'step-'}" in done.stderr
     assert same(out, alone(save_every=1))

@@ -15,17 +15,19 @@ from sympow.train.loop import NonFiniteLossError
 from sympow.train.optimizer import take_step
 
 
-def spoil(monkeypatch, step, how):
+@pytest.fixture
+def spoil(before_steps):
     """Modifies the model before a given step, counted from 1."""
-    original = loop.Training.step
 
-    def spoiled(self, batch):
-        if self.step_number + 1 == step:
-            with torch.no_grad():
-                how(self.objective.model)
-        return original(self, batch)
+    def before(step, how):
+        def act(training):
+            if training.step_number + 1 == step:
+                with torch.no_grad():
+                    how(training.objective.model)
 
-    monkeypatch.setattr(loop.Training, "step", spoiled)
+        before_steps(act)
+
+    return before
 
 
 def put(value, *names):
@@ -44,9 +46,9 @@ def saved_tensors(out, step, tmp_path):
     }
 
 
-def test_a_loss_that_is_not_a_number_is_reported_with_all_that_is_known(tiny, texts, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_a_number_is_reported_with_all_that_is_known(tiny, texts, tmp_path, spoil):
     name = "blocks.0.mlp.up_proj.weight"
-    spoil(monkeypatch, 4, put(math.inf, name))
+    spoil(4, put(math.inf, name))
     with pytest.raises(NonFiniteLossError) as caught:
         train(tiny(layers=2), tmp_path / "run", device="cpu")
     message = str(caught.value)
@@ -61,21 +63,21 @@ def test_a_loss_that_is_not_a_number_is_reported_with_all_that_is_known(tiny, te
     assert str(tmp_path / "run" / "checkpoints") in message
 
 
-def test_the_last_good_checkpoint_is_kept_finite(tiny, losses, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        spoil(patch, 4, put(math.nan, "blocks.0.mlp.out_proj.bias"))
-        with pytest.raises(NonFiniteLossError):
-            train(tiny(save_every=1, keep=1), tmp_path / "run", device="cpu")
+def test_the_last_good_checkpoint_is_kept_finite(tiny, losses, tmp_path, spoil, monkeypatch):
+    spoil(4, put(math.nan, "blocks.0.mlp.out_proj.bias"))
+    with pytest.raises(NonFiniteLossError):
+        train(tiny(save_every=1, keep=1), tmp_path / "run", device="cpu")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
     saved = saved_tensors(tmp_path / "run", 3, tmp_path)
     assert len(saved) > 20
     assert all(tensor.isfinite().all() for tensor in saved.values())
     # Without the cause, the run continues.
+    monkeypatch.undo()
     train(tiny(), tmp_path / "run", resume=True, device="cpu")
     assert all(map(math.isfinite, losses(tmp_path / "run")))
 
 
-def test_a_checkpoint_that_was_begun_is_finished_although_the_run_stops(tiny, tmp_path, monkeypatch):
+def test_a_checkpoint_that_was_begun_is_finished_although_the_run_stops(tiny, tmp_path, spoil, monkeypatch):
     save = checkpoint_module.async_save
     pool = ThreadPoolExecutor(1)
 
@@ -87,20 +89,20 @@ def test_a_checkpoint_that_was_begun_is_finished_although_the_run_stops(tiny, tm
         return pool.submit(wait_for, save(*arguments, **options))
 
     monkeypatch.setattr(checkpoint_module, "async_save", slow)
-    spoil(monkeypatch, 4, put(math.inf, "embedding.weight"))
+    spoil(4, put(math.inf, "embedding.weight"))
     with pool, pytest.raises(NonFiniteLossError):
         train(tiny(save_every=3), tmp_path / "run", device="cpu")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeypatch, device):
+def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, spoil, device):
     """The loss is finite, but clipping by a norm that is not finite would spread it to all parameters."""
 
     def infinite_gradient(model):
         model.final_norm.bias.register_hook(lambda gradient: gradient * math.inf)
 
-    spoil(monkeypatch, 2, infinite_gradient)
+    spoil(2, infinite_gradient)
     with pytest.raises(NonFiniteLossError) as caught:
         train(tiny(clip_norm=1.0), tmp_path / "run", device=device)
     message = str(caught.value)

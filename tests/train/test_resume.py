@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from train.conftest import SLOWER
 
 from support import assert_close
 from sympow.data.preparation import prepare
@@ -21,16 +22,6 @@ from sympow.train.metrics import JsonLines, read_metrics
 from sympow.train.signals import stop_on_signals
 
 STEPS = 24
-# Long enough that a signal arrives during the phase that a test wants.
-SLOWER = """
-import time
-from sympow.train import loop
-step = loop.Training.step
-def slower(self, batch):
-    time.sleep(0.02)
-    return step(self, batch)
-loop.Training.step = slower
-"""
 
 
 def checkpoints(out):
@@ -143,16 +134,9 @@ def test_a_second_ctrl_c_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_signal_to_this_process_does_not_end_as_a_shorter_run(tiny, losses, tmp_path, monkeypatch):
+def test_a_signal_to_this_process_does_not_end_as_a_shorter_run(tiny, losses, tmp_path, before_steps):
     """The run saves and stops, and the signal then reaches whoever called it: here pytest."""
-    step = loop.Training.step
-
-    def interrupted(self, batch):
-        if self.step_number == 1:
-            signal.raise_signal(signal.SIGINT)
-        return step(self, batch)
-
-    monkeypatch.setattr(loop.Training, "step", interrupted)
+    before_steps(lambda training: training.step_number == 1 and signal.raise_signal(signal.SIGINT))
     # A process that a shell started in the background ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -283,10 +267,11 @@ def test_what_a_kill_left_unfinished_is_ignored_and_removed(tiny, losses, expect
     assert losses(out) == expected_here()
 
 
-def test_a_line_of_metrics_that_was_cut_off_is_made_again(tiny, losses, expected_here, tmp_path):
+@pytest.mark.parametrize("end", [b'{"step": 5, "loss": 5.1', b'{"step": 5, "lo\xff\0\0'])
+def test_a_line_of_metrics_that_was_cut_off_or_damaged_is_made_again(tiny, losses, expected_here, tmp_path, end):
     out = train(tiny(steps=4), tmp_path / "run", device="cpu")
-    file = out / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"step": 5, "loss": 5.1')
+    with (out / "metrics.jsonl").open("ab") as file:
+        file.write(end)
     train(tiny(), out, resume=True, device="cpu")
     assert losses(out) == expected_here()
 
@@ -314,14 +299,6 @@ def test_metrics_are_read_up_to_what_was_cut_off(tmp_path):
     file.write_text('{"loss": 1}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 has no step"):
         read_metrics(file)
-
-
-def test_a_run_whose_metrics_are_damaged_at_the_end_is_resumed(tiny, losses, expected_here, tmp_path):
-    out = train(tiny(steps=4), tmp_path / "run", device="cpu")
-    with (out / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 5, "lo\xff\0\0')
-    train(tiny(), out, resume=True, device="cpu")
-    assert losses(out) == expected_here()
 
 
 def test_data_that_have_changed_are_said_to_have(tiny, tmp_path):
@@ -398,16 +375,10 @@ def test_what_a_resumed_run_changes_takes_effect(tiny, losses, expected_here, tm
     assert abs(losses(out)[5] - unchanged[5]) > 1e-5
 
 
-def test_the_random_state_is_part_of_a_checkpoint(tiny, tmp_path, monkeypatch):
+def test_the_random_state_is_part_of_a_checkpoint(tiny, tmp_path, before_steps):
     """Only initialization is random now; later additions such as dropout will need the RNG state."""
     drawn = []
-    step = loop.Training.step
-
-    def drawing(self, batch):
-        drawn.append(torch.rand(()).item())
-        return step(self, batch)
-
-    monkeypatch.setattr(loop.Training, "step", drawing)
+    before_steps(lambda _: drawn.append(torch.rand(()).item()))
     train(tiny(steps=4, save_every=0), tmp_path / "whole", device="cpu")
     out = train(tiny(steps=2, save_every=0), tmp_path / "parts", device="cpu")
     torch.manual_seed(99)

@@ -80,9 +80,3 @@ def test_training_uses_the_settings(tiny, tmp_path):
     assert (weights[0] == 0).all()
     assert (weights[1] != 0).any()
     assert weights[2].std().item() == pytest.approx(0.5, rel=0.4)
-
-
-@pytest.mark.parametrize("name", ["rotation_gradient", "rotation_init"])
-def test_negative_values_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
-        OptimizerConfig(**{name: -1.0})

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from train.conftest import PATIENCE
+from train.conftest import PATIENCE, before_step
 from typer.testing import CliRunner
 
 from sympow import locks
@@ -32,15 +32,7 @@ os.chdir({folder!r})
 at = sys.argv.index("--out")
 del sys.argv[at : at + 2]
 """
-SLOWER = """
-import time
-from sympow.train import loop
-step = loop.Training.step
-def slower(self, batch):
-    time.sleep(0.05)
-    return step(self, batch)
-loop.Training.step = slower
-"""
+SLOWER = before_step("time.sleep(0.05)")
 
 
 @pytest.fixture
@@ -113,16 +105,21 @@ def test_a_run_that_is_under_way_is_not_resumed(start, losses, tmp_path):
     assert start(out, resume=True, steps=14).wait() == [0]
 
 
+def assert_is_in_use(folder):
+    """Asserts that a run of this process has a folder, and that another does not get it."""
+    place = Place(rank=0, world_size=1, device=torch.device("cpu"))
+    with (
+        pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"),
+        claimed_folder(folder, resume=True, place=place),
+    ):
+        pytest.fail("two runs have one folder")
+
+
 def test_two_runs_of_one_process_do_not_share_a_folder(tiny, tmp_path, monkeypatch):
     seen = []
 
     def second(*arguments, **options):
-        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-        with (
-            pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"),
-            claimed_folder(tmp_path / "run", resume=True, place=place),
-        ):
-            pytest.fail("two runs have one folder")
+        assert_is_in_use(tmp_path / "run")
         seen.append(True)
         return make(*arguments, **options)
 
@@ -174,39 +171,32 @@ def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatc
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_path, monkeypatch):
-    out, step, refused = tmp_path / "run", loop.Training.step, []
+def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_path, before_steps):
+    out, refused = tmp_path / "run", []
 
-    def removing(self, batch):
-        if self.step_number == 1:
+    def remove(training):
+        if training.step_number == 1:
             (out / "run.lock").unlink()
-        if self.step_number == 2:
-            place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-            with (
-                pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on "),
-                claimed_folder(out, resume=True, place=place),
-            ):
-                pytest.fail("two runs have one folder")
+        if training.step_number == 2:
+            assert_is_in_use(out)
             refused.append(True)
-        return step(self, batch)
 
-    monkeypatch.setattr(loop.Training, "step", removing)
+    before_steps(remove)
     train(tiny(steps=4), out, device="cpu")
     assert refused == [True]
     assert len(losses(out)) == 4
     assert not (out / "run.lock").exists()
 
 
-def test_a_run_ends_when_another_has_taken_its_folder(tiny, tmp_path, monkeypatch):
-    out, step, others = tmp_path / "run", loop.Training.step, ExitStack()
+def test_a_run_ends_when_another_has_taken_its_folder(tiny, tmp_path, before_steps):
+    out, others = tmp_path / "run", ExitStack()
 
-    def taken(self, batch):
-        if self.step_number == 2:
+    def take(training):
+        if training.step_number == 2:
             (out / "run.lock").unlink()
             others.enter_context(lock_file(out / "run.lock", wait=False)).write_note("process 1 on elsewhere")
-        return step(self, batch)
 
-    monkeypatch.setattr(loop.Training, "step", taken)
+    before_steps(take)
     message = r"run.lock was removed during the run, and process 1 on elsewhere has taken the folder"
     with others:
         with pytest.raises(LostFolderError, match=message):

@@ -87,6 +87,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         (RunConfig, {"log_every": "1"}, TypeError, "log_every must be an int, got str"),
         (RunConfig, {"parallel": "tp"}, ValueError, "parallel must be one of 'ddp', 'fsdp'; got 'tp'"),
         (OptimizerConfig, {"weight_decay": -0.1}, ValueError, "weight_decay must be at least 0, got -0.1"),
+        (OptimizerConfig, {"rotation_gradient": -1.0}, ValueError, "rotation_gradient must be at least 0, got -1"),
+        (OptimizerConfig, {"rotation_init": -1.0}, ValueError, "rotation_init must be at least 0, got -1"),
         (OptimizerConfig, {"clip_norm": math.nan}, ValueError, "clip_norm must be finite, got nan"),
         (OptimizerConfig, {"epsilon": "1"}, TypeError, "epsilon must be a number, got str"),
         (DataConfig, {"context": 0}, ValueError, "context must be at least 1, got 0"),

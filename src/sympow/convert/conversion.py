@@ -56,12 +56,9 @@ from sympow.hf.quiet import quiet
 from sympow.hf.without_code import load_without_code
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
-from sympow.train.heartbeat import Heartbeat
-from sympow.train.loop import Surroundings
-from sympow.train.objective import fast_float32
+from sympow.train.loop import Surroundings, surroundings
 from sympow.train.processes import process_group
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
-from sympow.train.signals import stop_on_signals
 
 SETTINGS_FILE = "conversion.json"
 
@@ -103,22 +100,15 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
                 "out",
                 f"must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}",
             )
-        stop = held.enter_context(stop_on_signals())
         precision = config.execution.precision
         if precision == "auto":
             precision = "bf16" if place.device.type == "cuda" else "fp32"
-        held.enter_context(fast_float32(precision, place))
-        dtype = torch.bfloat16 if precision == "bf16" else None
-        # One process has no heartbeat.
-        around = Surroundings(place, claim, stop, Heartbeat(place, stop, 0))
-        return _Conversion(teacher, config, around, dtype).run()
+        return _Conversion(teacher, config, held.enter_context(surroundings(place, claim, precision))).run()
 
 
 class _Conversion:
-    def __init__(
-        self, source: Path | str, config: ConvertConfig, around: Surroundings, dtype: torch.dtype | None
-    ) -> None:
-        self.source, self.config, self.around, self.dtype = source, config, around, dtype
+    def __init__(self, source: Path | str, config: ConvertConfig, around: Surroundings) -> None:
+        self.source, self.config, self.around, self.dtype = source, config, around, around.dtype
         self.out, self.device = around.claim.folder, around.place.device
         self.stages = plan(config)
         self.dataset: TokenDataset = open_dataset(config.text.data)
@@ -140,39 +130,30 @@ class _Conversion:
         write_atomically(self.out / SETTINGS_FILE, (json.dumps(self._facts(), indent=2) + "\n").encode())
 
     def run(self) -> bool:
+        """All that is not done yet; returns whether the conversion is complete (not stopped)."""
         for note in self.notes:
             _say(note)
-        self._describe()
-        self._evaluate(TEACHER, 0, self.teacher)
-        if not self._is_evaluated(START):
-            self._evaluate(START, 0, self._start())
+        parameters = sum(parameter.numel() for parameter in self.teacher.parameters())
+        tokens = f"{self.dataset.name}: {int(self.dataset.lengths.sum()):,} tokens"
+        _say(f"teacher {self.source}: {parameters:,} parameters on {self.device.type}; {tokens}")
+        evaluations = {TEACHER: self._evaluate(TEACHER, 0), START: self._evaluate(START, 0)}
         for stage in self.stages:
             if self.around.stop:
                 return False
-            if not self._is_evaluated(stage.name) and not self._run_stage(stage):
+            folder = self.out / STAGES / stage.name
+            if not (self._is_evaluated(stage.name) or (folder / EXPORT).is_dir() or self._train(stage, folder)):
                 return False
+            # The evaluation comes last: its file marks the stage as complete.
+            evaluations[stage.name] = self._evaluate(stage.name, stage.seen)
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         self._export()
-        write_conversion_report(self.out, self.stages, self._evaluations(), self._facts())
+        write_conversion_report(self.out, self.stages, evaluations, self._facts())
         _say(f"wrote {self.out / EXPORT} and {self.out / 'report.html'}")
-        return True
-
-    def _run_stage(self, stage: Stage) -> bool:
-        """Trains, saves and evaluates the student of a stage; returns whether the stage is complete (not stopped)."""
-        folder = self.out / STAGES / stage.name
-        if not (folder / EXPORT).is_dir():
-            if not self._train(stage, folder):
-                return False
-            # Compiled layers are reference cycles, which would keep the trained student in memory.
-            gc.collect()
-        tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
-        # The evaluation comes last: its file marks the stage as complete.
-        self._evaluate(stage.name, tokens, self._student_after(stage.name))
-        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return True
 
     def _train(self, stage: Stage, folder: Path) -> bool:
         """Trains and saves the student of a stage; returns whether it is complete (not stopped)."""
-        student = self._student_after(stage.after)
+        student = self._model_after(stage.after)
         new = {name for name, _ in student.named_parameters()} - {name for name, _ in self.teacher.named_parameters()}
         objective = self._objective(stage, student)
         adapted = None
@@ -186,9 +167,8 @@ class _Conversion:
                 # transformers recomputes in training mode only. Setting the layer's own flag, and not those of its
                 # submodules, leaves dropout off.
                 layer.training = True
-        steps = stage.steps(self.config.execution.batch_tokens)
         _say(
-            f"stage {stage.name}: {steps:,} steps of {self.config.execution.batch_tokens:,} tokens at context "
+            f"stage {stage.name}: {stage.run.steps:,} steps of {stage.run.batch_tokens:,} tokens at context "
             f"{stage.context:,}; {sum(p.numel() for p in objective.trained):,} parameters are trained"
         )
         if not train_stage(stage, self.config, objective, self.dataset, folder, self.around):
@@ -206,15 +186,18 @@ class _Conversion:
             return Distillation(self.teacher, student, self.dtype)
         return NextToken(student, self.dtype)
 
-    def _start(self) -> Any:
-        """The untrained student: the teacher with attention replaced."""
-        torch.manual_seed(self.config.execution.seed)
-        return make_student(self.source, self.config.swap, self.device)
+    def _model_after(self, name: str) -> Any:
+        """The teacher, the untrained student, or the student after a stage.
 
-    def _student_after(self, name: str) -> Any:
-        """The student after a stage, loaded from disk in any case: a resumed conversion then computes the same."""
+        Students are loaded from disk in any case: a resumed conversion then computes the same.
+        """
+        if name == TEACHER:
+            return self.teacher
+        # Compiled layers are reference cycles, which would keep the student that was trained last in memory.
+        gc.collect()
         if name == START:
-            return self._start()
+            torch.manual_seed(self.config.execution.seed)
+            return make_student(self.source, self.config.swap, self.device)
         folder = self.out / STAGES / name / EXPORT
         if not folder.is_dir():
             raise UserError(f"{folder} is missing; without {self._path(name)}, the same command trains it again")
@@ -223,7 +206,7 @@ class _Conversion:
     def _export(self) -> None:
         """Writes the final student, not the one without stage 1, in the teacher's dtype and with its tokenizer."""
         main = [stage for stage in self.stages if stage.name == stage.kind]
-        student = self._student_after(main[-1].name if main else START)
+        student = self._model_after(main[-1].name if main else START)
         text = self.config.text
         context = self.config.extended_context if self.config.recipe.extend_tokens else text.context
         with _replacing(self.out / EXPORT) as folder:
@@ -242,20 +225,16 @@ class _Conversion:
         """Whether a model has been evaluated at all contexts; a resumed conversion may ask for more of them."""
         return self.sequences.keys() <= self._known(name).keys()
 
-    def _evaluate(self, name: str, tokens: int, model: Any) -> None:
-        """Evaluates a model at those contexts at which it has not been."""
+    def _evaluate(self, name: str, tokens: int) -> ModelLosses:
+        """The losses of a model, which is loaded and evaluated if there are contexts at which it has not been."""
         known = self._known(name)
         missing = {length: batches for length, batches in self.sequences.items() if length not in known}
-        if not missing:
-            return
-        results = measure_losses(model, missing, self.dtype)
-        ModelLosses(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
-        losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
-        _say(f"held-out loss of the {label_of(name)}: {losses}")
-
-    def _evaluations(self) -> dict[str, ModelLosses]:
-        names = [TEACHER, START, *(stage.name for stage in self.stages)]
-        return {name: ModelLosses.read(self._path(name)) for name in names}
+        if missing:
+            results = measure_losses(self._model_after(name), missing, self.dtype)
+            ModelLosses(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
+            losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
+            _say(f"held-out loss of the {label_of(name)}: {losses}")
+        return ModelLosses.read(self._path(name))
 
     def _path(self, name: str) -> Path:
         return self.out / EVALUATIONS / f"{name}.json"
@@ -298,12 +277,6 @@ class _Conversion:
                 raise ArgumentError(
                     name, f"must be short enough for batches of {self.dataset.name}, got {stage.context:,} ({error})"
                 ) from error
-
-    def _describe(self) -> None:
-        parameters = sum(parameter.numel() for parameter in self.teacher.parameters())
-        where = self.device.type
-        lengths = int(self.dataset.lengths.sum())
-        _say(f"teacher {self.source}: {parameters:,} parameters on {where}; {self.dataset.name}: {lengths:,} tokens")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -270,10 +271,7 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
     expected = list(theirs(text, add_special_tokens=False)["input_ids"])
     found = ours.encode(text).tolist()
     if found != expected:
-        place = next(
-            (at for at, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other),
-            min(len(found), len(expected)),
-        )
+        place = next(at for at, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
         raise ArgumentError(
             "data",
             f"must be tokenized by the teacher's tokenizer, and {dataset.name} is not: the text of its first "

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from sympow.convert.distillation import linear_kl_divergence, rows_in_memory
 from sympow.convert.models import decoder_layers, features, output_weight
 from sympow.data.loader import Batch
 from sympow.model.losses import linear_cross_entropy
+from sympow.train.objective import Objective
 
 # The metric of stage 1 for a layer is named by this and the layer's index.
 LAYER_ERROR = "match_loss/layer_"
 
 
-class StageObjective:
+class StageObjective(Objective):
     """The objective of a stage; a subclass has its loss.
 
     Args:
@@ -27,27 +29,13 @@ class StageObjective:
         dtype: dtype of autocast; None: no autocast.
     """
 
-    flops_per_token: float | None = None
-
     def __init__(self, student: Any, dtype: torch.dtype | None) -> None:
-        self.model = self.module = student
-        self.trained: list[nn.Parameter] = list(student.parameters())
+        super().__init__(student)
         self.dtype = dtype
-
-    def loss(self, batch: Batch) -> Tensor:
-        raise NotImplementedError
-
-    def backward(self, batch: Batch, weight: float) -> Tensor:
-        loss = self.loss(batch) * weight
-        loss.backward()
-        return loss.detach()
-
-    def details(self, batch: Batch) -> dict[str, float]:
-        return {}
 
     def compile(self) -> None:
         """Compiles the layers of the models."""
-        raise NotImplementedError
+        _compile_layers(self.model)
 
 
 class Matching(StageObjective):
@@ -73,7 +61,6 @@ class Matching(StageObjective):
         self.teacher = teacher
         of_teacher, of_student = decoder_layers(teacher), decoder_layers(student)
         self.pairs = {n: (of_teacher[n][1], of_student[n][1]) for n in swapped_layers(student)}
-        self.layers = {n: of_teacher[n][0] for n in self.pairs}
         self.trained = [parameter for _, attention in self.pairs.values() for parameter in attention.parameters()]
         self._last: dict[int, Tensor] = {}
 
@@ -93,7 +80,7 @@ class Matching(StageObjective):
             with torch.enable_grad():
                 if self.dtype is None:
                     # The student is trained in float32, whatever the teacher's dtype. Autocast would cast the inputs.
-                    args, kwargs = _cast((args, kwargs), _dtype(attention))
+                    args, kwargs = _cast((args, kwargs), attention)
                 difference = _first(attention(*args, **kwargs)) - expected
                 loss = (_energy(difference) / _energy(expected)).mean()
                 with torch.autocast(expected.device.type, enabled=False):
@@ -116,9 +103,10 @@ class Matching(StageObjective):
 
     def compile(self) -> None:
         """Compiles the teacher's layers in parts: hooks on attention would not run inside compiled layers."""
+        layers = decoder_layers(self.teacher)
         for number, (of_teacher, of_student) in self.pairs.items():
             of_student.compile(dynamic=False)
-            for child in self.layers[number].children():
+            for child in layers[number][0].children():
                 if child is not of_teacher:
                     child.compile(dynamic=False)
 
@@ -139,8 +127,8 @@ class Distillation(StageObjective):
         return linear_kl_divergence(learned, table, taught, teachers, dtype=self.dtype)
 
     def compile(self) -> None:
-        for model in (self.teacher, self.model):
-            _compile_layers(model)
+        super().compile()
+        _compile_layers(self.teacher)
 
 
 class NextToken(StageObjective):
@@ -151,9 +139,6 @@ class NextToken(StageObjective):
             learned = features(self.model, batch.inputs)
         table = output_weight(self.model)
         return linear_cross_entropy(learned, table, batch.targets, tokens=rows_in_memory(table), dtype=self.dtype)
-
-    def compile(self) -> None:
-        _compile_layers(self.model)
 
 
 def _compile_layers(model: Any) -> None:
@@ -177,16 +162,7 @@ def _energy(output: Tensor) -> Tensor:
     return output.square().sum((1, 2))
 
 
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in a nested structure of arguments."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: _cast(one, dtype) for name, one in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_cast(one, dtype) for one in value)
-    return value
+def _cast(arguments: Any, module: nn.Module) -> Any:
+    """The arguments of a module with floating-point tensors in the dtype of its parameters."""
+    dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, arguments)

@@ -67,9 +67,7 @@ def write_conversion_report(
         draw_training(curves, figures["Training"])
     title = f"Conversion of {facts['teacher']}"
     tables = {
-        "Held-out loss (nats per token)": loss_table(named),
-        "Loss minus the teacher's, on the same sequences": difference_table(named),
-        "Loss over the last quarter of each context": late_table(named),
+        **_loss_tables(named),
         **_layer_tables(curves),
         "Settings": [["setting", "value"], *([name, str(value)] for name, value in facts.items())],
     }
@@ -88,34 +86,25 @@ def label_of(name: str) -> str:
     return f"student after {after}" + (", without stage 1" if rest == WITHOUT_MATCH else "")
 
 
-def loss_table(evaluations: Mapping[str, ModelLosses]) -> Table:
-    """Held-out loss, with a row per model and a column per context."""
+def _loss_tables(evaluations: Mapping[str, ModelLosses]) -> dict[str, Table]:
+    """Tables with a row per model and a column per context; differences have their standard error over sequences."""
     contexts = _contexts(evaluations)
-    rows = [["model", "tokens", *(f"context {context:,}" for context in contexts)]]
+    (teacher,) = (one.by_context for one in evaluations.values() if one.name == TEACHER)
+    losses, differences, late = [["model", "tokens"]], [["model"]], [["model"]]
+    for table in (losses, differences, late):
+        table[0] += [f"context {context:,}" for context in contexts]
     for name, one in evaluations.items():
-        rows.append([name, f"{one.tokens:,}", *(f"{one.by_context[context].loss:.4f}" for context in contexts)])
-    return rows
-
-
-def difference_table(evaluations: Mapping[str, ModelLosses]) -> Table:
-    """As `loss_table`, minus the teacher's loss, with the standard error over sequences."""
-    contexts = _contexts(evaluations)
-    (teacher,) = (one for one in evaluations.values() if one.name == TEACHER)
-    rows = [["model", *(f"context {context:,}" for context in contexts)]]
-    for name, one in evaluations.items():
-        if one is not teacher:
-            found = [difference(one.by_context[context], teacher.by_context[context]) for context in contexts]
-            rows.append([name, *(_with_error(mean, error) for mean, error in found)])
-    return rows
-
-
-def late_table(evaluations: Mapping[str, ModelLosses]) -> Table:
-    """As `loss_table`, for the last quarter of the positions."""
-    contexts = _contexts(evaluations)
-    rows = [["model", *(f"context {context:,}" for context in contexts)]]
-    for name, one in evaluations.items():
-        rows.append([name, *(f"{one.by_context[context].late:.4f}" for context in contexts)])
-    return rows
+        of = one.by_context
+        losses.append([name, f"{one.tokens:,}", *(f"{of[context].loss:.4f}" for context in contexts)])
+        if one.name != TEACHER:
+            found = [difference(of[context], teacher[context]) for context in contexts]
+            differences.append([name, *(_with_error(mean, error) for mean, error in found)])
+        late.append([name, *(f"{of[context].late:.4f}" for context in contexts)])
+    return {
+        "Held-out loss (nats per token)": losses,
+        "Loss minus the teacher's, on the same sequences": differences,
+        "Loss over the last quarter of each context": late,
+    }
 
 
 def layer_errors(lines: Sequence[Mapping[str, float]]) -> dict[int, float]:
@@ -228,14 +217,13 @@ def _html(title: str, tables: Mapping[str, Table], figures: Mapping[str, Path]) 
     """The report as one file with inlined figures."""
     yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     yield f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-    settings = [heading for heading in tables if heading == "Settings"]
-    for heading in [heading for heading in tables if heading != "Settings"]:
+    *measured, settings = tables
+    for heading in measured:
         yield from _html_table(heading, tables[heading])
     for heading, path in figures.items():
         picture = base64.b64encode(path.read_bytes()).decode()
         yield f'<h2>{escape(heading)}</h2><img alt="{escape(heading)}" src="data:image/png;base64,{picture}">'
-    for heading in settings:
-        yield from _html_table(heading, tables[heading])
+    yield from _html_table(settings, tables[settings])
     yield "</body></html>"
 
 

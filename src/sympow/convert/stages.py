@@ -36,29 +36,24 @@ class Stage:
         name: name of its folder and of its evaluation.
         kind: what it minimizes.
         after: name of the stage whose student it continues to train; START: the teacher with attention replaced.
-        tokens: tokens to train on.
         context: tokens per sequence.
-        rate: peak learning rate.
-        seed: seed of the order of the data.
         before: tokens that the student was trained on before this stage.
+        optimizer: AdamW and its schedule.
+        run: batches and logging; its seed is that of the order of the data.
     """
 
     name: str
     kind: Kind
     after: str
-    tokens: int
     context: int
-    rate: float
-    seed: int
     before: int
+    optimizer: OptimizerConfig
+    run: RunConfig
 
-    def steps(self, batch_tokens: int) -> int:
-        """The number of whole batches in `tokens`, at least 1."""
-        return max(1, self.tokens // batch_tokens)
-
-    def seen(self, batch_tokens: int) -> int:
-        """Tokens in these batches; they differ from `tokens` by rounding to whole batches."""
-        return self.steps(batch_tokens) * batch_tokens
+    @property
+    def seen(self) -> int:
+        """Tokens that the student was trained on after this stage."""
+        return self.before + self.run.steps * self.run.batch_tokens
 
 
 def plan(config: ConvertConfig) -> list[Stage]:
@@ -66,16 +61,16 @@ def plan(config: ConvertConfig) -> list[Stage]:
 
     The student without stage 1 is distilled for as many tokens as stages 1 and 2 have together.
     """
-    recipe, batch_tokens = config.recipe, config.execution.batch_tokens
+    recipe = config.recipe
     main = _branch(config, "", recipe.match_tokens, recipe.distill_tokens)
     if not recipe.without_match:
         return main
-    both = sum(stage.seen(batch_tokens) for stage in main if stage.kind in ("match", "distill"))
+    both = max(stage.seen for stage in main if stage.kind != "extend")
     return main + _branch(config, f"-{WITHOUT_MATCH}", 0, both)
 
 
 def _branch(config: ConvertConfig, ending: str, match_tokens: int, distill_tokens: int) -> list[Stage]:
-    recipe, context = config.recipe, config.text.context
+    recipe, execution, context = config.recipe, config.execution, config.text.context
     asked: list[tuple[Kind, int, int, float]] = [
         ("match", match_tokens, context, recipe.match_rate),
         ("distill", distill_tokens, context, recipe.distill_rate),
@@ -84,11 +79,30 @@ def _branch(config: ConvertConfig, ending: str, match_tokens: int, distill_token
     stages: list[Stage] = []
     before, after = 0, START
     for number, (kind, tokens, length, rate) in enumerate(asked):
-        if tokens:
+        if not tokens:
+            continue
+        run = RunConfig(
+            steps=max(1, tokens // execution.batch_tokens),
+            batch_tokens=execution.batch_tokens,
+            micro_batch_tokens=execution.micro_batch_tokens,
             # Stages read the documents in different orders, so that none repeats the batches of another.
-            seed = config.execution.seed * len(asked) + number
-            stages.append(Stage(kind + ending, kind, after, tokens, length, rate, seed, before))
-            before, after = before + stages[-1].seen(config.execution.batch_tokens), stages[-1].name
+            seed=execution.seed * len(asked) + number,
+            log_every=execution.log_every,
+            save_every=execution.save_every,
+            keep=KEEP,
+            tensorboard=execution.tensorboard,
+        )
+        optimizer = OptimizerConfig(
+            learning_rate=rate,
+            beta2=recipe.beta2,
+            weight_decay=recipe.weight_decay,
+            clip_norm=recipe.clip_norm,
+            warmup_steps=round(recipe.warmup * run.steps),
+            schedule="cosine",
+            final_rate=recipe.final_rate,
+        )
+        stages.append(Stage(kind + ending, kind, after, length, before, optimizer, run))
+        before, after = stages[-1].seen, stages[-1].name
     return stages
 
 
@@ -101,9 +115,9 @@ def make_loader(stage: Stage, config: ConvertConfig, dataset: TokenDataset, *, p
     return Loader(
         dataset,
         stage.context,
-        config.execution.batch_tokens // stage.context,
+        stage.run.batch_tokens // stage.context,
         short=config.text.short,
-        seed=stage.seed,
+        seed=stage.run.seed,
         pin_memory=pin_memory,
     )
 
@@ -126,34 +140,14 @@ def train_stage(
         folder: for metrics and checkpoints.
         around: device, folder of the conversion, signals.
     """
-    recipe, execution = config.recipe, config.execution
-    steps = stage.steps(execution.batch_tokens)
-    optimizer = OptimizerConfig(
-        learning_rate=stage.rate,
-        beta2=recipe.beta2,
-        weight_decay=recipe.weight_decay,
-        clip_norm=recipe.clip_norm,
-        warmup_steps=round(recipe.warmup * steps),
-        schedule="cosine",
-        final_rate=recipe.final_rate,
-    )
-    run = RunConfig(
-        steps=steps,
-        batch_tokens=execution.batch_tokens,
-        micro_batch_tokens=execution.micro_batch_tokens,
-        log_every=execution.log_every,
-        save_every=execution.save_every,
-        keep=KEEP,
-        tensorboard=execution.tensorboard,
-    )
     objective.model.requires_grad_(False)
     for parameter in objective.trained:
         parameter.requires_grad_(True)
     training = Training(
         objective,
         make_loader(stage, config, dataset, pin_memory=around.place.device.type == "cuda"),
-        optimizer,
-        run,
+        stage.optimizer,
+        stage.run,
         folder,
         around,
         record={**asdict(config), "model": asdict(config.swap)},
@@ -163,7 +157,7 @@ def train_stage(
         stage=stage.name,
     )
     try:
-        with training:
+        with training.opened():
             complete = training.run()
             if complete:
                 training.prepare_to_save()

@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -103,9 +102,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A second Ctrl-C (KeyboardInterrupt) does not wait.
         if kind is None or issubclass(kind, Exception):
             self.finish()
@@ -169,7 +166,9 @@ class Checkpoints:
         if self._place.first:
             for path in reversed(self._found()):
                 try:
-                    chosen[0] = path, check(path)
+                    content = read_seal(path)
+                    read_metadata(path)
+                    chosen[0] = path, content
                     break
                 except DamagedCheckpointError as error:
                     self._damaged.append(path)
@@ -206,16 +205,6 @@ def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
     flush(target.parent)
-
-
-def check(path: Path) -> dict[str, Any]:
-    """The content of `sealed.json`. Raises unless checksums match and the metadata can be read."""
-    content = read_seal(path)
-    try:
-        read_metadata(path)
-    except UnreadableMetadataError as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
-    return content
 
 
 def read_seal(path: Path) -> dict[str, Any]:
@@ -306,10 +295,6 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, checksum]
 
 
-class UnreadableMetadataError(UserError):
-    """A checkpoint's metadata is malformed, or names classes that are not admitted."""
-
-
 class TensorReader(FileSystemReader):
     """Reads a checkpoint's metadata safely; torch reads the tensors with `weights_only=True`."""
 
@@ -321,11 +306,12 @@ def read_metadata(folder: Path) -> Metadata:
     """The metadata of a checkpoint: which file holds which tensor.
 
     Raises:
-        UnreadableMetadataError: it is malformed, or names code to be run.
+        DamagedCheckpointError: it is malformed, or names code to be run.
     """
+    damaged = f"{folder} is damaged: {METADATA}"
     try:
-        metadata = _MetadataUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
-    except UnreadableMetadataError:
+        metadata = _MetadataUnpickler((folder / METADATA).read_bytes(), damaged).load()
+    except DamagedCheckpointError:
         raise
     # All that a malformed pickle can raise, since it calls admitted classes with any arguments.
     except (
@@ -340,17 +326,21 @@ def read_metadata(folder: Path) -> Metadata:
         TypeError,
         ValueError,
     ) as error:
-        raise UnreadableMetadataError(f"{METADATA} is malformed: {error}") from error
+        raise DamagedCheckpointError(f"{damaged} is malformed: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise UnreadableMetadataError(f"{METADATA} is not a list of tensors")
+        raise DamagedCheckpointError(f"{damaged} is not a list of tensors")
     for info in metadata.storage_data.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-            raise UnreadableMetadataError(f"{METADATA} refers to {name!r}, which is not a file of the checkpoint")
+            raise DamagedCheckpointError(f"{damaged} refers to {name!r}, which is not a file of the checkpoint")
     return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, damaged: str) -> None:
+        super().__init__(io.BytesIO(content))
+        self._damaged = damaged
+
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             # Of the operating system that wrote it; the pure classes exist on all.
@@ -359,4 +349,4 @@ class _MetadataUnpickler(pickle.Unpickler):
         # dtypes are pickled as attributes of torch.
         if admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise UnreadableMetadataError(f"{METADATA} names {module}.{name}, which does not belong to a checkpoint")
+        raise DamagedCheckpointError(f"{self._damaged} names {module}.{name}, which does not belong to a checkpoint")

@@ -167,15 +167,6 @@ class Sections:
         return {name: value for section in sections.values() for name, value in section.items()}
 
 
-# Of a `TrainConfig`.
-SECTIONS: dict[str, type[Any]] = {
-    "model": GPTConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "run": RunConfig,
-}
-
-
 @dataclass(frozen=True)
 class TrainConfig(Sections):
     """A training run.
@@ -266,6 +257,9 @@ class TrainConfig(Sections):
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}: {error}") from error
+
+
+SECTIONS: dict[str, type[Any]] = get_type_hints(TrainConfig)
 
 
 def laptop() -> TrainConfig:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from sympow.errors import StoppedError
@@ -80,9 +79,7 @@ class Heartbeat:
             self.report_progress()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._place.world_size == 1:
             return
         # Errors of torch.distributed are RuntimeErrors. Any such may be caused by the death of another process.

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -33,7 +32,7 @@ from sympow.train.optimizer import Update, make_optimizer, rate_at, send, set_ra
 from sympow.train.parallelize import gradient_sync
 from sympow.train.processes import Place, any_process, from_all_processes, mean_over_processes
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, METRICS_FILE, TENSORBOARD, Claim
-from sympow.train.signals import StopRequest
+from sympow.train.signals import StopRequest, stop_on_signals
 
 
 class NonFiniteLossError(StoppedError, ArithmeticError):
@@ -49,19 +48,36 @@ class Surroundings:
         claim: on the folder of the run.
         stop: the signal to stop, if one arrives.
         heartbeat: of this process.
+        dtype: of matrix products under autocast; None: no autocast.
     """
 
     place: Place
     claim: Claim
     stop: StopRequest
     heartbeat: Heartbeat
+    dtype: torch.dtype | None
+
+
+@contextmanager
+def surroundings(place: Place, claim: Claim, precision: str, hang_after: float = 0) -> Iterator[Surroundings]:
+    """Handles signals, sets the precision and runs the heartbeat while the block runs.
+
+    Args:
+        precision: "bf16" or "fp32".
+        hang_after: as of `Heartbeat`.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    with ExitStack() as held:
+        stop = held.enter_context(stop_on_signals())
+        if dtype is not None and place.device.type == "cuda":
+            # Products in float32 (gates, rotations) are computed in TF32, which is still finer than bf16.
+            held.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("high")
+        yield Surroundings(place, claim, stop, held.enter_context(Heartbeat(place, stop, hang_after)), dtype)
 
 
 class Training:
-    """A training from its first step, or from its newest checkpoint, to its last; a context manager.
-
-    Entering it loads the checkpoint and opens the writers of metrics. Leaving it completes a pending checkpoint, also
-    after an error.
+    """A training from its first step, or from its newest checkpoint, to its last: run within `opened`.
 
     Args:
         objective: the loss, and the model that learns.
@@ -73,7 +89,6 @@ class Training:
         record: the settings that checkpoints and Weights & Biases store; those of the "model" must be the same in a
             training that is resumed.
         resume: whether to continue from the newest intact checkpoint.
-        evaluate: measures the held-out loss; None: there is none.
         saves_last: whether there is a checkpoint after the last step.
         stage: name for messages, of a training in several stages.
     """
@@ -89,12 +104,11 @@ class Training:
         *,
         record: dict[str, Any],
         resume: bool,
-        evaluate: Callable[[], float] | None = None,
         saves_last: bool = True,
         stage: str = "",
     ) -> None:
         self.objective, self.loader, self.schedule, self.settings = objective, loader, optimizer, run
-        self.folder, self.record, self.resume, self.evaluate = folder, record, resume, evaluate
+        self.folder, self.record, self.resume = folder, record, resume
         self.place, self.claim, self.stop, self.heartbeat = around.place, around.claim, around.stop, around.heartbeat
         self.saves_last, self.of_stage = saves_last, f" of stage {stage}" if stage else ""
         self.optimizer = make_optimizer(objective.module, optimizer)
@@ -104,25 +118,21 @@ class Training:
         # An update whose numbers are read while the device computes the next one.
         self._waiting: Update | None = None
 
-    def __enter__(self) -> Self:
-        with ExitStack() as opened:
-            self.progress = opened.enter_context(Progress(self.settings.steps, quiet=not self.place.first))
+    @contextmanager
+    def opened(self) -> Iterator[Self]:
+        """Loads the checkpoint and opens the writers of metrics; at the end completes a pending checkpoint."""
+        with ExitStack() as held:
+            self.progress = held.enter_context(Progress(self.settings.steps, quiet=not self.place.first))
             self.say = self.progress.say
             folder, keep = self.folder / CHECKPOINTS, self.settings.keep
-            self.checkpoints = opened.enter_context(Checkpoints(folder, keep, self.place, self.say))
+            self.checkpoints = held.enter_context(Checkpoints(folder, keep, self.place, self.say))
             if self.resume:
                 self._resume()
             self.writers: list[Writer] = []
             for writer in self._make_writers():
-                opened.callback(writer.close)
+                held.callback(writer.close)
                 self.writers.append(writer)
-            self._opened = opened.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
+            yield self
 
     def run(self) -> bool:
         """All steps, or those until a stop signal; returns whether it made the last one."""
@@ -192,7 +202,7 @@ class Training:
         if waiting is not None:
             self._write(waiting.step, self._numbers_of(waiting))
         shows = self.step_number % run.log_every == 0 or self.step_number == run.steps
-        evaluates = self.evaluate is not None and run.evaluates(self.step_number)
+        evaluates = self.objective.evaluates and run.evaluates(self.step_number)
         if update.under_way and not (first or at_once or shows or evaluates):
             self._waiting = update
             self.progress.step(self.step_number, None)
@@ -202,12 +212,12 @@ class Training:
         if shows:
             speed, line = self._speed(numbers["loss"])
             numbers |= speed | self.objective.details(update.batch)
-        if self.evaluate is not None and evaluates:
-            numbers["heldout_loss"] = self.evaluate()
+        if evaluates:
+            numbers["heldout_loss"] = self.objective.evaluate()
             self.say(f"step {self.step_number:,}: held-out loss {numbers['heldout_loss']:.4f}")
         if first or shows or evaluates:
-            # Without start-up, such as compilation, and without what was measured here.
-            self._throughput.restart()
+            # The next number is without start-up, such as compilation, and without what was measured here.
+            self._throughput.read()
         self._write(update.step, numbers)
         self.progress.step(self.step_number, line)
 

@@ -37,10 +37,6 @@ class Throughput:
         self._last, self._tokens = now, 0
         return rate
 
-    def restart(self) -> None:
-        """Excludes the time since the last call of `read`."""
-        self._last, self._tokens = time.monotonic(), 0
-
 
 def training_flops(config: GPTConfig, context: int) -> float:
     """FLOPs per token, forward and backward: three times the forward pass, in the cheaper of the two forms.

@@ -1,12 +1,10 @@
-"""What the loop minimizes: the interface of objectives, and the cross-entropy of next tokens for `sympow train`."""
+"""What the loop minimizes: what all objectives share, and the cross-entropy of next tokens for `sympow train`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from sympow.data.loader import Batch, Loader
 from sympow.model.gpt import GPT
 from sympow.model.losses import linear_cross_entropy
 from sympow.parallel.shards import Shards
+from sympow.train.config import TrainConfig
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.monitoring import gate_and_rotation_metrics, training_flops
 from sympow.train.processes import Mesh, Place, mean_over_processes
@@ -23,30 +22,36 @@ from sympow.train.processes import Mesh, Place, mean_over_processes
 SAMPLE_TOKENS = 2_048
 
 
-class Objective(Protocol):
-    """What the loop minimizes, and of which model.
+class Objective:
+    """What the loop minimizes, and of which model; a subclass has its loss.
+
+    Args:
+        model: the model that learns; messages name its parameters.
+        module: the same as DDP or FSDP2 wrap it, whose parameters are updated and saved; None: the model itself.
 
     Attributes:
-        model: the model that learns; messages name its parameters.
-        module: the same as DDP or FSDP2 wrap it, whose parameters are updated and saved; elsewhere the model itself.
         trained: the parameters of the module that are updated.
+        evaluates: whether there is a held-out loss.
         flops_per_token: FLOPs of a step per token, for the model FLOPs utilization; None: not known.
     """
 
-    module: nn.Module
-    trained: list[nn.Parameter]
-    flops_per_token: float | None
+    flops_per_token: float | None = None
+    evaluates = False
 
-    @property
-    def model(self) -> nn.Module: ...
+    def __init__(self, model: Any, module: nn.Module | None = None) -> None:
+        self.model = model
+        self.module: nn.Module = model if module is None else module
+        self.trained: list[nn.Parameter] = list(self.module.parameters())
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch; of several processes, a number whose mean over them is that mean."""
-        ...
+        raise NotImplementedError
 
     def backward(self, batch: Batch, weight: float) -> Tensor:
         """Adds `weight` times the gradient of a micro-batch's mean loss, and returns `weight` times that loss."""
-        ...
+        loss = self.loss(batch) * weight
+        loss.backward()
+        return loss.detach()
 
     def details(self, batch: Batch) -> dict[str, float]:
         """Further metrics of a step, by name.
@@ -54,7 +59,11 @@ class Objective(Protocol):
         Args:
             batch: of the step, before it was split into micro-batches.
         """
-        ...
+        return {}
+
+    def evaluate(self) -> float:
+        """The held-out loss."""
+        raise NotImplementedError
 
 
 class ModelWithLoss(nn.Module):
@@ -86,38 +95,45 @@ class ModelWithLoss(nn.Module):
         )
 
 
-class CrossEntropy:
+class CrossEntropy(Objective):
     """The objective of `sympow train`: the cross-entropy of the next tokens.
 
     Args:
         module: a `ModelWithLoss` as `parallelize` returns it.
         model: the model in it.
-        context: tokens of a sequence.
+        config: of the run.
         place: of this process.
         mesh: how batches and sequences are shared by the processes.
         heartbeat: of this process.
+        heldout: rows of held-out documents, one at a time; None: nothing is evaluated.
     """
 
     def __init__(
-        self, module: nn.Module, model: GPT, context: int, place: Place, mesh: Mesh, heartbeat: Heartbeat
+        self,
+        module: nn.Module,
+        model: GPT,
+        config: TrainConfig,
+        place: Place,
+        mesh: Mesh,
+        heartbeat: Heartbeat,
+        heldout: Loader | None,
     ) -> None:
-        self.module, self.model, self.trained = module, model, list(module.parameters())
-        self.flops_per_token: float | None = training_flops(model.config, context)
-        self._place, self._mesh, self._heartbeat = place, mesh, heartbeat
+        super().__init__(model, module)
+        self.flops_per_token = training_flops(model.config, config.data.context)
+        self.evaluates = heldout is not None
+        self._place, self._mesh, self._heartbeat, self._heldout = place, mesh, heartbeat, heldout
+        self._heldout_rows = max(1, config.run.evaluated_tokens // config.data.context)
 
     def loss(self, batch: Batch) -> Tensor:
         shards = self._mesh.shards(batch)
         if shards is None:
-            return self._unsharded_loss(batch)
-        loss: Tensor = self.module(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
-        return loss * (shards.length * shards.size / shards.total)
-
-    def backward(self, batch: Batch, weight: float) -> Tensor:
-        loss = self.loss(batch) * weight
+            loss = self._unsharded_loss(batch)
+        else:
+            loss = self.module(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
+            loss = loss * (shards.length * shards.size / shards.total)
         # Tells a process that hangs in the forward pass from those that wait for it in the backward pass.
         self._heartbeat.report_progress()
-        loss.backward()
-        return loss.detach()
+        return loss
 
     def details(self, batch: Batch) -> dict[str, float]:
         """Statistics of gates and rotations."""
@@ -125,15 +141,11 @@ class CrossEntropy:
         return gate_and_rotation_metrics(self.model, lambda: self._unsharded_loss(sample))
 
     @torch.no_grad()
-    def evaluate(self, heldout: Loader, rows: int) -> float:
-        """Mean loss on held-out documents: the same ones every time, and for any number of processes.
-
-        Args:
-            heldout: gives one row at a time.
-            rows: the most rows to evaluate.
-        """
-        heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
-        chosen = islice(heldout, rows)
+    def evaluate(self) -> float:
+        """Mean loss on held-out documents: the same ones every time, and for any number of processes."""
+        assert self._heldout is not None
+        self._heldout.load_state_dict({**self._heldout.state_dict(), "epoch": 0, "batch": 0})
+        chosen = islice(self._heldout, self._heldout_rows)
         total, count, rank = torch.zeros((), device=self._place.device), 0, self._mesh.data_rank
         while batches := list(islice(chosen, self._mesh.data_size)):
             self._heartbeat.report_progress()
@@ -149,20 +161,6 @@ class CrossEntropy:
         """The mean over a batch whose sequences are not sharded."""
         loss: Tensor = self.module(batch.inputs, batch.targets, batch.cu_seqlens)
         return loss
-
-
-@contextmanager
-def fast_float32(precision: str, place: Place) -> Iterator[None]:
-    """With bf16 on a GPU, computes float32 products (gates, rotations) in TF32, which is still finer than bf16."""
-    if precision != "bf16" or place.device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _first_tokens(batch: Batch, tokens: int) -> Batch:

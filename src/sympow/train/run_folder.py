@@ -94,7 +94,14 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Claim]:
     # On the way out the lock is released first: its file would keep the folder from being removed.
     with ExitStack() as held:
         held.callback(remove_empty, made)
-        lock = held.enter_context(_lock(folder))
+        try:
+            lock = held.enter_context(lock_file(folder / LOCK_FILE, wait=False))
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder} is in use by {_holder(folder)}: stop that run first, or choose another folder"
+            ) from error
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        lock.write_note(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
         if not resume:
             _check_is_free(folder)
         yield Claim(folder, lock)
@@ -130,21 +137,6 @@ def _make_new() -> tuple[Path, list[Path]]:
             continue
         return folder, [folder, *made]
     raise AssertionError("unreachable")
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[HeldLock]:
-    """Holds the lock of a run folder; raises a ValueError that names the process that has it."""
-    with ExitStack() as held:
-        try:
-            lock = held.enter_context(lock_file(folder / LOCK_FILE, wait=False))
-        except BlockingIOError as error:
-            raise UserError(
-                f"{folder} is in use by {_holder(folder)}: stop that run first, or choose another folder"
-            ) from error
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        lock.write_note(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-        yield lock
 
 
 def _holder(folder: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from sympow.model.accounting import check_fits
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.config import TrainConfig
-from sympow.train.heartbeat import Heartbeat
-from sympow.train.loop import Surroundings, Training
-from sympow.train.objective import CrossEntropy, ModelWithLoss, fast_float32
+from sympow.train.loop import Training, surroundings
+from sympow.train.objective import CrossEntropy, ModelWithLoss
 from sympow.train.optimizer import set_up_rotations
 from sympow.train.parallelize import checkpoint_activations, compile_blocks, parallelize
 from sympow.train.processes import Mesh, Place, check_same, make_mesh, process_group
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, claimed_folder
-from sympow.train.signals import stop_on_signals
 
 
 def train(
@@ -75,48 +72,37 @@ def train(
         claim = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
         data = _Data.open(config, dataset, heldout, place)
         config = replace(config, model=replace(config.model, vocab_size=data.training.vocab_size))
-        stop = held.enter_context(stop_on_signals())
-        held.enter_context(fast_float32(config.run.precision, place))
-        heartbeat = held.enter_context(Heartbeat(place, stop, config.run.hang_after))
-        _train(config, data, Surroundings(place, claim, stop, heartbeat), resume=resume)
-    return claim.folder
-
-
-def _train(config: TrainConfig, data: _Data, around: Surroundings, *, resume: bool) -> None:
-    run, place, out = config.run, around.place, around.claim.folder
-    mesh = make_mesh(place, run.context_parallel)
-    _check_rows(config, mesh)
-    # Checked before hours of training, although some are needed only at its end.
-    _check_extras(config)
-    tokenizer = _load_tokenizer(data.training) if run.save else None
-    check_fits(config.model, place.device, place.world_size if run.parallel == "fsdp" else 1)
-    model = _build_model(config, place)
-    module = parallelize(
-        ModelWithLoss(model, run.loss_tokens, torch.bfloat16 if run.precision == "bf16" else None), place, run.parallel
-    )
-    objective = CrossEntropy(module, model, config.data.context, place, mesh, around.heartbeat)
-    loader = _make_loader(
-        config, data.training, config.batch_rows, place, rank=mesh.data_rank, world_size=mesh.data_size
-    )
-    heldout = _make_heldout_loader(config, data, place)
-    evaluate = None
-    if heldout is not None:
-        evaluate = partial(objective.evaluate, heldout, max(1, run.evaluated_tokens // config.data.context))
-    with Training(
-        objective, loader, config.optimizer, run, out, around, record=asdict(config), resume=resume, evaluate=evaluate
-    ) as training:
+        run, folder = config.run, claim.folder
+        around = held.enter_context(surroundings(place, claim, run.precision, run.hang_after))
+        mesh = make_mesh(place, run.context_parallel)
+        _check_rows(config, mesh)
+        # Checked before hours of training, although some are needed only at its end.
+        _check_extras(config)
+        tokenizer = _load_tokenizer(data.training) if run.save else None
+        check_fits(config.model, place.device, place.world_size if run.parallel == "fsdp" else 1)
+        model = _build_model(config, place)
+        module = parallelize(ModelWithLoss(model, run.loss_tokens, around.dtype), place, run.parallel)
+        loader = _make_loader(
+            config, data.training, config.batch_rows, place, rank=mesh.data_rank, world_size=mesh.data_size
+        )
+        heldout_rows = _make_heldout_loader(config, data, place)
+        objective = CrossEntropy(module, model, config, place, mesh, around.heartbeat, heldout_rows)
+        record = asdict(config)
+        training = Training(objective, loader, config.optimizer, run, folder, around, record=record, resume=resume)
+        held.enter_context(training.opened())
         if place.first:
             # Written last: a folder with this file can be resumed.
-            write_atomically(out / CONFIG_FILE, config.to_yaml().encode())
-        training.say(f"run folder: {out}")
+            write_atomically(folder / CONFIG_FILE, config.to_yaml().encode())
+        training.say(f"run folder: {folder}")
         for line in _description(config, model, data, loader, place):
             training.say(line)
         if training.step_number == run.steps:
             training.say(f"this run has finished its {run.steps:,} steps; more steps would continue it")
         if not training.run() and run.save:
-            training.say(f"continue with: {command_line('train', '--resume', '--out', out)}")
+            training.say(f"continue with: {command_line('train', '--resume', '--out', folder)}")
         if tokenizer is not None:
-            _export(module, config, data, tokenizer, out / EXPORT, place)
+            _export(module, config, data, tokenizer, folder / EXPORT, place)
+    return claim.folder
 
 
 @dataclass
