@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.redraw import load_rows
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from sympow.check import SHAPES
 from sympow.check import operator as bench
-from sympow.check.operator import Setting, describe, load_rows, methods, run_bench, unsupported_methods
+from sympow.check.operator import Setting, describe, methods, run_bench, unsupported_methods
 from sympow.cli.app import app
 from sympow.model.config import PRESETS
 
