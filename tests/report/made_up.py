@@ -2,6 +2,8 @@
 
 import json
 
+from sympow.report.grouping import group_runs
+from sympow.report.run_collection import collect
 from sympow.train import TrainConfig
 
 VARIANTS = {
@@ -42,3 +44,8 @@ def write_evaluation(path, means, **probes):
     content = {"documents": 3, "by_context": {}, "error": [], **probes}
     models = {name: {**content, "mean": mean} for name, mean in means.items()}
     path.write_text(json.dumps({"data": "stdlib", "models": models}))
+
+
+def groups_of(folder):
+    """The runs below a folder, as figures and pages take them."""
+    return group_runs(collect([folder]).runs)

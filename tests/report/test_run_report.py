@@ -10,7 +10,7 @@ import sys
 from html import unescape
 
 import pytest
-from report.made_up import VARIANTS, write_run
+from report.made_up import VARIANTS, groups_of, write_run
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
@@ -19,8 +19,6 @@ from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
-from sympow.report.grouping import group_runs
-from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
 from sympow.report.run_page import build_report_page, report_data
 from sympow.report.run_report import measure_missing_heads, write_report
@@ -35,12 +33,6 @@ def report(*arguments):
 
 def trained_on(data):
     return TrainedOn(data, None, 32, "join", "bytes", "a fingerprint", data)
-
-
-def data_of(folder):
-    groups = group_runs(collect([folder]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    return report_data(groups, styles)
 
 
 def embedded(page):
@@ -206,7 +198,7 @@ def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):
 
 
 def test_the_page_reads_what_the_runs_hold(experiment):
-    data = data_of(experiment)
+    data = report_data(groups_of(experiment))
     assert [style["label"] for style in data["series"]] == ["softmax", "sympow", "sympow + gating", "conformal"]
     assert [panel["title"] for panel in data["views"]["final"]["final_loss"]["panels"]] == ["p = 4", "p = 2"]
     name = "conformal-p2-256/seed1"
@@ -233,8 +225,7 @@ def test_the_page_reads_what_the_runs_hold(experiment):
 
 
 def test_the_table_of_runs_has_the_settings_that_differ(experiment):
-    groups = group_runs(collect([experiment]).runs)
-    page = build_report_page("title", groups, assign_styles((group.series, group.variant) for group in groups), [])
+    page = build_report_page("title", groups_of(experiment), [])
     head = re.search("<thead>(.*?)</thead>", page, re.DOTALL)[1]
     shown = [
         name for mark, name in re.findall(r'<th([^>]*)><button type="button">([^<]*)<', head) if "same" not in mark

@@ -13,7 +13,7 @@ from sympow.evaluate.head_statistics import quantity_labels
 from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
-from sympow.report.grouping import Group, by_power, differing, plain_words, shown, unit_of
+from sympow.report.grouping import Group, by_power, differing, plain_words, shown, styles_of, unit_of
 from sympow.report.html_page import build_page, format_number, heat_map, notes_html, options, plain, six_digits
 from sympow.report.plotting import Style, drawn_contexts
 from sympow.report.run_collection import Run, settings_help
@@ -48,14 +48,13 @@ View = dict[str, Any]
 Points = Mapping[int, float] | Mapping[float, float]
 
 
-def build_report_page(title: str, groups: Sequence[Group], styles: Mapping[str, Style], notes: Sequence[str]) -> str:
+def build_report_page(title: str, groups: Sequence[Group], notes: Sequence[str]) -> str:
     """The report as HTML.
 
     Args:
-        styles: by series.
         notes: sentences for the reader, on missing data for example.
     """
-    data = report_data(groups, styles)
+    data = report_data(groups)
     runs = [run for group in groups for run in group.runs]
     seeds = len({run.settings["seed"] for run in runs})
     probes = data["views"]["probes"]
@@ -65,7 +64,7 @@ def build_report_page(title: str, groups: Sequence[Group], styles: Mapping[str, 
         "report",
         title,
         data,
-        series_css(styles),
+        series_css(styles_of(groups)),
         summary=f"{len(runs)} runs of {len(groups)} configs with {seeds} {'seed' if seeds == 1 else 'seeds'}",
         notes=notes_html(notes),
         unit=unit_of(groups),
@@ -92,12 +91,13 @@ def series_css(styles: Mapping[str, Style]) -> str:
     return f"\n:root {{ {colors}}}\n"
 
 
-def report_data(groups: Sequence[Group], styles: Mapping[str, Style]) -> dict[str, Any]:
+def report_data(groups: Sequence[Group]) -> dict[str, Any]:
     """What the page's script reads, with numbers rounded to six digits.
 
     `series`, `runs` and `grids` (lists of steps, contexts or seconds) are named by their places in the lists. `views`
     has, by section and choice, panels of lines: the curves of the seeds of each config, which the script joins.
     """
+    styles = styles_of(groups)
     panels = _Panels(groups, styles)
     return {
         "series": [_look(place, label, style) for place, (label, style) in enumerate(styles.items())],
@@ -279,8 +279,9 @@ class _Panels:
                 # Several configs with the same name, context and power are lines of their own.
                 lines: dict[object, dict[str, Any]] = {}
                 for group in sorted(members, key=lambda group: group.context):
-                    seeds = [one for run in group.runs if (one := curve_of(run))]
-                    if seeds and context in (None, group.context):
+                    if context not in (None, group.context):
+                        continue
+                    if seeds := [one for run in group.runs if (one := curve_of(run))]:
                         key = group.series if context is None else group.runs[0].folder
                         line = lines.setdefault(key, {"series": self.places[group.series], "configs": []})
                         line["configs"].append(seeds)
