@@ -165,15 +165,11 @@ class Operator:
         inputs = self.inputs(machine, length)
         seed = torch.randn(1, length, self.heads, inputs["v"].shape[-1], generator=_generator(machine))
 
-        def plain(dtype: torch.dtype) -> Tensors:
-            cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
-            return _with_gradients(cast, lambda x: plain_attention(**x, power=self.power, documents=documents), seed)
+        def plain(x: Tensors) -> Tensor:
+            return plain_attention(**x, power=self.power, documents=documents)
 
-        return Comparison(
-            _with_gradients(inputs, lambda x: self._call(machine, x, documents), seed),
-            plain(torch.float64),
-            plain(machine.dtype),
-        )
+        actual = _with_gradients(inputs, lambda x: self._call(machine, x, documents), seed)
+        return Comparison(actual, *(_with_gradients(x, plain, seed) for x in _in_both_dtypes(inputs, machine)))
 
     def _call(self, machine: Machine, inputs: Tensors, documents: tuple[int, ...] | None) -> Tensor:
         # Short chunks, so that several states are carried between chunks.
@@ -249,11 +245,7 @@ def decode_softmax(machine: Machine) -> Comparison:
 
 def _compare_rows(y: Tensor, inputs: Tensors, plain: Callable[..., Tensor], first: int, machine: Machine) -> Comparison:
     """Outputs from position `first` on, without gradients."""
-    rows = []
-    for dtype in (torch.float64, machine.dtype):
-        cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
-        rows.append({"y": plain(**cast)[:, first:]})
-    return Comparison({"y": y}, *rows)
+    return Comparison({"y": y}, *({"y": plain(**x)[:, first:]} for x in _in_both_dtypes(inputs, machine)))
 
 
 def cross_entropy(machine: Machine) -> Comparison:
@@ -264,17 +256,15 @@ def cross_entropy(machine: Machine) -> Comparison:
     inputs = {"features": features, "weight": weight}
     inputs = {name: x.to(machine.device, machine.dtype) for name, x in inputs.items()}
 
-    def plain(dtype: torch.dtype) -> Tensors:
-        cast = {name: x.to(dtype) for name, x in inputs.items()}
-        sums = torch.promote_types(dtype, torch.float32)
+    def plain(x: Tensors) -> Tensor:
+        logits = x["features"] @ x["weight"].mT
+        return torch.nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
-        def loss(x: Tensors) -> Tensor:
-            return torch.nn.functional.cross_entropy((x["features"] @ x["weight"].mT).to(sums), targets)
-
-        return _with_gradients(cast, loss, None)
-
-    actual = _with_gradients(inputs, lambda x: linear_cross_entropy(x["features"], x["weight"], targets), None)
-    return Comparison(actual, plain(torch.float64), plain(machine.dtype))
+    return Comparison(
+        _with_gradients(inputs, lambda x: linear_cross_entropy(x["features"], x["weight"], targets), None),
+        _with_gradients({name: x.double() for name, x in inputs.items()}, plain, None),
+        _with_gradients(inputs, plain, None),
+    )
 
 
 def cross_entropy_in_place(machine: Machine) -> Comparison:
@@ -465,6 +455,12 @@ def _with_gradients(inputs: Tensors, call: Callable[[Tensors], Tensor], seed: Te
         weights = None if seed is None else seed.to(y.device, y.dtype)
         found = torch.autograd.grad(y, list(leaves.values()), weights)
     return {"y": y.detach(), **{f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}}
+
+
+def _in_both_dtypes(inputs: Tensors, machine: Machine) -> Iterator[Tensors]:
+    """The inputs in float64, and with queries, keys and values in the machine's dtype."""
+    for dtype in (torch.float64, machine.dtype):
+        yield {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
 
 
 def _tokens(inputs: Tensors, start: int, stop: int | None) -> Tensors:

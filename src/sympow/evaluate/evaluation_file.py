@@ -81,8 +81,8 @@ class Evaluation:
     documents: int
     by_context: dict[int, float]
     by_position: dict[float, float]
-    recall: list[dict[str, Any]] = field(default_factory=list)
-    passkey: list[dict[str, Any]] = field(default_factory=list)
+    recall: list[dict[str, Any]]
+    passkey: list[dict[str, Any]]
 
     @property
     def length(self) -> int:
@@ -109,18 +109,15 @@ class Evaluation:
         )
 
 
-def write_evaluations(
-    path: Path, models: Mapping[str, ModelEvaluation], facts: Mapping[str, Any], *, positions: bool = True
-) -> None:
+def write_evaluations(path: Path, models: Mapping[str, ModelEvaluation], facts: Mapping[str, Any]) -> None:
     """Writes the file.
 
     Args:
         path: the file; its folder is made.
         models: evaluations by the models' names.
         facts: what was evaluated where: command, data, device, dtype, environment.
-        positions: whether to write the loss at every position.
     """
-    content = {**facts, "models": {name: one.as_json(positions=positions) for name, one in models.items()}}
+    content = {**facts, "models": {name: one.as_json(positions=True) for name, one in models.items()}}
     write_atomically(path, (json.dumps(content) + "\n").encode())
 
 

@@ -192,10 +192,10 @@ def set_title(axes: Any, title: str) -> None:
     axes.set_title(textwrap.fill(title, characters), fontsize=TITLE_SIZE)
 
 
-def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None:
+def set_context_ticks(axes: Any, contexts: Sequence[int]) -> None:
     """Makes the x axis logarithmic with a tick at every context; labels that would overlap are omitted."""
     contexts = sorted(set(contexts))
-    axes.set_xscale("log", base=base)
+    axes.set_xscale("log", base=2)
     if len(contexts) == 1:
         axes.set_xlim(contexts[0] / 2, contexts[0] * 2)
     low, high = map(math.log, axes.get_xlim())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from typing import Any
 
@@ -165,8 +165,18 @@ class _Panels:
         labels = {name: label.format(unit=self._unit) for name, label in METRICS.items()}
         names = dict.fromkeys(name for run in self._runs for name in metric_names(run))
         evaluations = [run.evaluation for run in self._runs if run.evaluation]
-        pairs = sorted({point["pairs"] for evaluation in evaluations for point in evaluation.recall})
-        passkey = any(evaluation.passkey for evaluation in evaluations)
+        probes = {
+            # Pairs are close together, far within any context.
+            str(n): self._probe(
+                f"associative recall of {n} {'pair' if n == 1 else 'pairs'}",
+                "share recalled",
+                partial(_recalled, pairs=n),
+                mark=False,
+            )
+            for n in sorted({point["pairs"] for evaluation in evaluations for point in evaluation.recall})
+        }
+        if any(evaluation.passkey for evaluation in evaluations):
+            probes["passkey"] = self._probe("passkey", "loss reduction (nats per key)", _retrieved, mark=True)
         return {
             "final": {
                 "final_loss": self._against_context(
@@ -182,7 +192,7 @@ class _Panels:
                 ),
                 "by_position": self._beyond(f"position ({self._unit}s)", "loss", _by_position),
             },
-            "probes": {str(n): self._recall(n) for n in pairs} | ({"passkey": self._passkey()} if passkey else {}),
+            "probes": probes,
             "curves": {
                 name: self._metric(name, labels.get(name, plain_words(name)))
                 for name in (*labels, *names)
@@ -218,14 +228,6 @@ class _Panels:
             "look": look,
             "across": across,
         }
-
-    def _recall(self, pairs: int) -> View:
-        label = f"associative recall of {pairs} {'pair' if pairs == 1 else 'pairs'}"
-        # Pairs are close together, far within any context.
-        return self._probe(label, "share recalled", lambda run: _recalled(run, pairs), mark=False)
-
-    def _passkey(self) -> View:
-        return self._probe("passkey", "loss reduction (nats per key)", _retrieved, mark=True)
 
     def _probe(self, label: str, y: str, curve_of: Callable[[Run], Points], *, mark: bool) -> View:
         panels = self._panels(lambda run: self._curve(run, curve_of(run)), "trained at", mark=mark)
