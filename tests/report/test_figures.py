@@ -1,6 +1,5 @@
 """Layout of every kind of figure, with one panel and with several, and distinct looks of its series."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -9,9 +8,10 @@ import pytest
 import torch
 from benchmarks import redraw
 from benchmarks.redraw import load_rows
+from examples import three_forms
 from report.conftest import PASSKEY, RECALL
 from report.drawn import layout_problems, looks, record_figures, texts_of
-from report.made_up import VARIANTS, groups_of, write_run
+from report.made_up import grid, groups_of, write_run
 
 from sympow.check.operator import Setting, methods
 from sympow.check.timing import Timing, environment
@@ -58,33 +58,25 @@ def marked(axes):
 
 def write_runs(folder, powers, contexts, rates, **changes):
     """Writes runs that differ in everything that figures distinguish, with the largest numbers that occur."""
-    first = (contexts[0], rates[0])
-    for place, (name, variant) in enumerate(VARIANTS.items()):
-        for context in contexts:
-            for power in (2,) if name == "softmax" else powers:
-                for rate in rates:
-                    for seed in (0, 1):
-                        base = 3 - 0.1 * place - 0.05 * power + 0.02 * seed
-                        heads = {
-                            "half_life": [[700.0, 30.0], [None, 2.5]],
-                            "half_life_short": [[12_000.0] * 2] * 2,
-                            "beta_mean": [[1.0, 0.4], [1.6, 1.1]],
-                            "rate_change": [[1.0] * 32, [1.1] * 32],
-                        }
-                        write_run(
-                            folder / f"{name}-p{power}-{context}-{rate}" / f"seed{seed}",
-                            [base + 3 / step for step in range(1, 41)],
-                            lines={step: {"tokens_per_second": 1.2e6 * (place + 1)} for step in (20, 40)},
-                            evaluation=[base + 1 / (n + 1) for n in range(4 * context)],
-                            head_table=heads if name == "conformal" and (context, rate) == first else None,
-                            seed=seed,
-                            context=context,
-                            batch_tokens=2 * context,
-                            learning_rate=rate,
-                            **variant,
-                            **({} if name == "softmax" else {"power": power}),
-                            **changes,
-                        )
+    heads = {
+        "half_life": [[700.0, 30.0], [None, 2.5]],
+        "half_life_short": [[12_000.0] * 2] * 2,
+        "beta_mean": [[1.0, 0.4], [1.6, 1.1]],
+        "rate_change": [[1.0] * 32, [1.1] * 32],
+    }
+    for run, place, name, base, settings in grid(powers, contexts, rates):
+        context = settings["context"]
+        first = (context, settings["learning_rate"]) == (contexts[0], rates[0])
+        write_run(
+            folder / run,
+            [base + 3 / step for step in range(1, 41)],
+            lines={step: {"tokens_per_second": 1.2e6 * (place + 1)} for step in (20, 40)},
+            evaluation=[base + 1 / (n + 1) for n in range(4 * context)],
+            head_table=heads if name == "conformal" and first else None,
+            batch_tokens=2 * context,
+            **settings,
+            **changes,
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,16 +214,8 @@ def test_methods_differ_in_color_dashes_or_marker(monkeypatch):
     assert styles["chunked form, torch"].light == styles["chunked form, triton"].light
 
 
-def load_script(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 @pytest.mark.slow
 def test_the_three_forms_name_the_machine_that_timed_them(tmp_path, saved, monkeypatch):
-    three_forms = load_script(BENCHMARKS.parent / "examples" / "three_forms.py")
     monkeypatch.setattr(sys, "argv", ["three_forms.py", "--tiny", "--out", str(tmp_path)])
     three_forms.main()
     check(saved)

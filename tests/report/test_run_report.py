@@ -31,8 +31,11 @@ def report(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def trained_on(data):
-    return TrainedOn(data, None, 32, "join", "bytes", "a fingerprint", data)
+def add_model(run, data, vocab_size=257, **changes):
+    """Adds a model that knows its data to a run."""
+    config = GPTConfig(vocab_size=vocab_size, **{"layers": 1, "width": 16, "heads": 2, "rotary": "scale", **changes})
+    save_model(run / "model", config, GPT(config).state_dict())
+    TrainedOn(data, None, 32, "join", "bytes", "a fingerprint", data).save(run / "model")
 
 
 def embedded(page):
@@ -71,10 +74,8 @@ def small(tmp_path_factory):
                     vocab_size=257,
                     **VARIANTS[name],
                 )
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
-    save_model(folder / "conformal-32" / "seed0" / "model", config, GPT(config).state_dict())
+    add_model(folder / "conformal-32" / "seed0", "stdlib")
     ByteTokenizer().save(folder / "conformal-32" / "seed0" / "model")
-    trained_on("stdlib").save(folder / "conformal-32" / "seed0" / "model")
     return folder
 
 
@@ -159,9 +160,7 @@ def test_heads_are_measured_once_and_kept(small, written):
 
 def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     folder = write_run(tmp_path / "run", [3.0], data="gone", layers=1, width=16, heads=2)
-    config = GPTConfig(vocab_size=256, layers=1, width=16, heads=2, rotary="scale")
-    save_model(folder / "model", config, GPT(config).state_dict())
-    trained_on("gone").save(folder / "model")
+    add_model(folder, "gone", vocab_size=256)
     result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.output
     (note,) = notes_of((tmp_path / "out" / "index.html").read_text())
@@ -170,9 +169,7 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
 
 def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", [3.0], data="stdlib", layers=1, width=16, heads=2, vocab_size=257)
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
-    save_model(folder / "model", config, GPT(config).state_dict())
-    trained_on("stdlib").save(folder / "model")
+    add_model(folder, "stdlib")
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -186,8 +183,7 @@ def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
 def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):
     changes = {"layers": 1, "width": 16, "heads": 2, "gating": "none", "rotary": "grid"}
     folder = write_run(tmp_path / "run", [3.0], data="stdlib", **changes)
-    config = GPTConfig(vocab_size=257, **changes)
-    save_model(folder / "model", config, GPT(config).state_dict())
+    add_model(folder, "stdlib", **changes)
     write_report([tmp_path], tmp_path / "out", device="cpu")
     page = (tmp_path / "out" / "index.html").read_text()
     assert notes_of(page) == [
