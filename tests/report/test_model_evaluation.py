@@ -370,19 +370,6 @@ def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     assert "Passkey" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--probe", "recall", "--pairs", 1_000), "--pairs must be at most "),
-        (("--probe", "passkey", "--distance", 64, "--distance", 10**7), "--distance must fit into a document of "),
-        (("--probe", "passkey", "--data", "mqar:pairs=4"), "the probe passkey needs documents of text; mqar has none"),
-    ],
-)
-def test_what_a_probe_cannot_have_is_refused_before_a_model_is_loaded(runs, monkeypatch, arguments, message):
-    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
-    assert message in refusal(evaluate(runs / "first" / "model", "--length", 8, *arguments))
-
-
 def test_passkeys_are_by_default_as_far_as_documents_are_long(texts, tmp_path):
     (tmp_path / "texts" / "long.txt").write_text("A longer text about a thing. " * 20)
     prepare([tmp_path / "texts"], texts, heldout=0.99, overwrite=True, workers=1)
@@ -415,6 +402,12 @@ def test_runs_of_one_name_are_told_apart(runs):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--probe", "recall", "--pairs", 1_000), "--pairs must be at most "),
+        (("--probe", "passkey", "--distance", 64, "--distance", 10**7), "--distance must fit into a document of "),
+        (
+            ("--probe", "passkey", "--data", "mqar:pairs=4", "--length", 8),
+            "the probe passkey needs documents of text; mqar has none",
+        ),
         (("--length", 0), "length must be at least 1, got 0"),
         (("--documents", 0), "documents must be at least 1, got 0"),
         (("--length", 10**9), "got 1,000,000,000"),
@@ -428,5 +421,6 @@ def test_runs_of_one_name_are_told_apart(runs):
         ),
     ],
 )
-def test_mistakes_are_named(runs, arguments, message):
+def test_mistakes_are_named_before_a_model_is_loaded(runs, monkeypatch, arguments, message):
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
     assert message in refusal(evaluate(runs / "first" / "model", *arguments))

@@ -15,7 +15,7 @@ from sympow.model.config import GPTConfig
 from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
 from sympow.report.grouping import Group, by_power, differing, plain_words, shown, styles_of, unit_of
 from sympow.report.html_page import build_page, format_number, heat_map, notes_html, options, plain, six_digits
-from sympow.report.plotting import Style, drawn_contexts
+from sympow.report.plotting import MARKERS, Style, drawn_contexts
 from sympow.report.run_collection import Run, settings_help
 from sympow.train.run_folder import CONFIG_FILE
 
@@ -28,14 +28,6 @@ METRICS = {
     "tokens_per_second": "speed ({unit}s per second)",
     "utilisation": "MFU",
     "memory_gib": "memory (GiB)",
-}
-MARKERS = {
-    "circle": "circle",
-    "square": "square",
-    "diamond": "diamond",
-    "triangle": "triangle-up",
-    "cross": "x",
-    "star": "star",
 }
 # Units of time, and their seconds.
 CLOCKS = (("h", 3600), ("min", 60), ("s", 1))
@@ -126,7 +118,7 @@ def _look(place: int, label: str, style: Style) -> dict[str, Any]:
     line = {"color": color, "width": 2, "dash": ",".join(f"{length}px" for length in style.dash) or "solid"}
     trace = {"type": "scatter", "name": plain(label), "legendgroup": str(place)}
     silent = {**trace, "mode": "lines", "showlegend": False, "hoverinfo": "skip"}
-    marker = {"color": color, "size": 8, "symbol": MARKERS[style.marker]}
+    marker = {"color": color, "size": 8, "symbol": MARKERS[style.marker][1]}
     return {
         "label": label,
         "mean": {**trace, "kind": "mean", "line": line, "marker": marker, "hovertemplate": "%{customdata}"},
