@@ -87,7 +87,7 @@ def _figures(groups: Sequence[Group]) -> Iterator[tuple[str, Callable[[], Any]]]
         yield f"training_curves{_slug(title)}", partial(_training_curves, members, **how)
     for group in groups:
         run = next((run for run in group.runs if run.heads and run.heads.quantities), None)
-        if run is not None:
+        if run is not None and run.heads is not None:
             yield f"heads/{run.name.replace('/', '_')}", partial(_heads, group, run, run.heads.quantities)
 
 
