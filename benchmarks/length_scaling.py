@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peak_memory import PeakMemory
 
 import sympow
-from sympow.check.timing import PeakMemory, environment, measure, save_results
+from sympow.check.timing import environment, measure, save_results
 from sympow.ops.torch.softmax import softmax_attention
 
 LENGTHS = (4_096, 8_192, 16_384, 32_768)

@@ -95,7 +95,7 @@ def report_run(result: StoredResult) -> Run:
         result.name,
         {name: value for section in row["config"].values() for name, value in section.items()},
         [lines[step] for step in sorted(lines) if "loss" in lines[step]],
-        None if facts is None else Evaluation.of_file({**facts, **row, **curves}, facts),
+        None if facts is None else Evaluation.of_file({**facts, **row, **curves}),
         None if heads is None else HeadTable(heads["quantities"], heads["tokens"], heads["data"]),
         row,
     )

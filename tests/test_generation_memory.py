@@ -17,7 +17,7 @@ import json, os, resource, sys
 import torch
 from sympow import GPT, GPTConfig
 from sympow.generation.sampling import generate
-from sympow.check.timing import PeakMemory
+from benchmarks.peak_memory import PeakMemory
 
 def measure(length, options):
     torch.manual_seed(0)

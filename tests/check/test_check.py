@@ -81,7 +81,7 @@ def without_one_key(q, k, v, **options):
 @pytest.mark.parametrize("mistake", [with_gates_off_by_one, without_one_key])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mistake_is_found(monkeypatch, mistake, form):
-    case = accuracy.Operator(form)
+    case = accuracy.OperatorCall(form)
     assert case.compare(PORTABLE).outcome("right", 1e-5).passed
     monkeypatch.setattr(accuracy, "attention", mistake)
     assert not case.compare(PORTABLE).outcome("wrong", 1e-5).passed

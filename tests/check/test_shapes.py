@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.redraw import load_rows
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from sympow.check import SHAPES
 from sympow.check import operator as bench
-from sympow.check.operator import Setting, describe, load_rows, methods, run_bench, unsupported_methods
+from sympow.check.operator import Setting, describe, methods, run_bench, unsupported_methods
 from sympow.cli.app import app
 from sympow.model.config import PRESETS
 
@@ -36,8 +37,10 @@ TINY = ("--tokens", "64", "--context", "32", "--runs", "1", "--device", "cpu", "
 GROUPED = Setting(32, 6, 4, dtype=torch.float32, device="cpu", kv_heads=2)
 
 
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", *TINY, *arguments])
+def run(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(app, ["bench", *TINY, *arguments])
+    assert result.exit_code == code, result.output
+    return result
 
 
 def test_heads_fill_the_width_of_each_model():
@@ -59,8 +62,7 @@ def test_dtypes_are_timed_in_turns_and_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "attention", lambda **inputs: (seen.append(inputs["q"].dtype), attend(**inputs))[1])
     out = tmp_path / "results.json"
     options = ("--heads", "2", "--dim", "4", "--backend", "torch", "--dtype", "float32", "--dtype", "float16")
-    result = run(*options, "--only", "attention form", "--out", str(out))
-    assert result.exit_code == 0, result.output
+    run(*options, "--only", "attention form", "--out", str(out))
     assert {*seen} == {torch.float32, torch.float16}
     rows, setting = load_rows(out)
     assert [row.method for row in rows] == ["attention form, torch", "attention form, torch, float16"]
@@ -70,7 +72,6 @@ def test_dtypes_are_timed_in_turns_and_recorded(tmp_path, monkeypatch):
 def test_a_shape_is_timed_and_recorded(tmp_path):
     out = tmp_path / "results.json"
     result = run("--shape", "smollm2-135m", "--out", str(out))
-    assert result.exit_code == 0, result.output
     assert "smollm2-135m: 64 tokens a call, 9 query and 3 key heads of 64" in " ".join(result.output.split())
     content = json.loads(out.read_text())
     assert content["setting"]["shape"] == "smollm2-135m"
@@ -96,7 +97,6 @@ def test_results_in_the_repository_have_a_whole_setting(tmp_path):
 def test_a_method_that_has_no_kernels_for_the_heads_says_so(tmp_path):
     out = tmp_path / "results.json"
     result = run("--shape", "smollm2-135m", "--power", "4", "--out", str(out))
-    assert result.exit_code == 0, result.output
     (line,) = [line for line in result.output.splitlines() if line.startswith("chunked form, auto is not timed.")]
     assert line.endswith("not power 4 with key dim 64.")
     assert json.loads(out.read_text())["unsupported"] == {"chunked form, auto": line.partition("timed. ")[2]}
@@ -145,13 +145,11 @@ def test_keys_are_repeated_for_a_package_without_groups(monkeypatch):
 
 def test_kinds_of_gates_are_timed_side_by_side(tmp_path):
     out = tmp_path / "results.json"
-    result = run("--heads", "1", "--dim", "4", "--gating", "scalar", "--gating", "vector", "--gating", "none",
-                 "--only", "attention form", "--out", str(out))  # fmt: skip
-    assert result.exit_code == 0, result.output
+    gates = ("--gating", "scalar", "--gating", "vector", "--gating", "none")
+    run("--heads", "1", "--dim", "4", *gates, "--only", "attention form", "--out", str(out))
     rows, setting = load_rows(out)
     added = ["", ", a gate per pair", ", no gates"]
     assert [row.method for row in rows] == ["attention form, auto" + name for name in added]
     assert setting.gating == ("scalar", "vector", "none")
-    refused = run("--gating", "pairs")
-    assert refused.exit_code == 2
+    refused = run("--gating", "pairs", code=2)
     assert "gating must be one of 'scalar', 'vector', 'none'" in refused.output

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from benchmarks.peak_memory import PeakMemory
 
 from sympow import GPT, GPTConfig
-from sympow.check.timing import PeakMemory
 from sympow.evaluate import document_sequences, loss_by_position
 from sympow.evaluate.held_out_loss import count_sequences
 

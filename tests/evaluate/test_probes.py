@@ -22,11 +22,11 @@ def test_answers_are_scored_as_a_forward_pass_scores_them(segment_size):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2, rotary="scale"))
     tokens, places = torch.randint(17, (3, 12)), torch.tensor([1, 4, 11])
-    found = score_answers(model, tokens, places, segment_size=segment_size)
+    losses, right = score_answers(model, tokens, places, segment_size=segment_size)
     logits = model(tokens)[0].detach()[:, places - 1]
     expected = cross_entropy(logits.flatten(0, 1), tokens[:, places].flatten(), reduction="none").view(3, 3)
-    assert_close(found.losses, expected, 1e-5, "losses")
-    assert found.right.tolist() == (logits.argmax(-1) == tokens[:, places]).tolist()
+    assert_close(losses, expected, 1e-5, "losses")
+    assert right.tolist() == (logits.argmax(-1) == tokens[:, places]).tolist()
     assert model.training
 
 

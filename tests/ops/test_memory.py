@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from benchmarks.peak_memory import PeakMemory
 
 import sympow
-from sympow.check.timing import PeakMemory
 
 
 def inputs(length: int, grad: bool = False):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.peak_memory import PeakMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sympow
 from support import Inputs, assert_close, gradients, random_inputs, run
-from sympow.check.timing import PeakMemory
 from sympow.ops import reference
 from sympow.ops.torch import products as blocks
 

@@ -1,7 +1,11 @@
 """Run folders with made-up numbers."""
 
 import json
+from itertools import product
+from pathlib import Path
 
+from sympow.report.grouping import group_runs
+from sympow.report.run_collection import collect
 from sympow.train import TrainConfig
 
 VARIANTS = {
@@ -37,8 +41,27 @@ def write_run(folder, losses, *, lines=None, evaluation=None, probes=None, head_
     return folder
 
 
+def grid(powers, contexts, rates=(6e-4,)):
+    """Of the runs of four variants with two seeds: folder, place of the variant, its name, a loss, and settings."""
+    for place, (name, variant) in enumerate(VARIANTS.items()):
+        for context, power, rate, seed in product(contexts, powers, rates, (0, 1)):
+            if name == "softmax" and power != powers[0]:
+                continue
+            loss = 3 - 0.1 * place - 0.05 * power + 0.02 * seed
+            settings = {"seed": seed, "context": context, "learning_rate": rate, **variant}
+            if name != "softmax":
+                settings["power"] = power
+            folder = f"{name}-p{power}-{context}" + (f"-{rate}" if len(rates) > 1 else "")
+            yield Path(folder) / f"seed{seed}", place, name, loss, settings
+
+
 def write_evaluation(path, means, **probes):
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"documents": 3, "by_context": {}, "error": [], **probes}
     models = {name: {**content, "mean": mean} for name, mean in means.items()}
     path.write_text(json.dumps({"data": "stdlib", "models": models}))
+
+
+def groups_of(folder):
+    """The runs below a folder, as figures and pages take them."""
+    return group_runs(collect([folder]).runs)

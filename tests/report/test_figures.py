@@ -1,17 +1,19 @@
 """Layout of every kind of figure, with one panel and with several, and distinct looks of its series."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import redraw
+from benchmarks.redraw import load_rows
+from examples import three_forms
 from report.conftest import PASSKEY, RECALL
 from report.drawn import layout_problems, looks, record_figures, texts_of
-from report.made_up import VARIANTS, write_run
+from report.made_up import grid, groups_of, write_run
 
-from sympow.check.operator import Setting, load_rows, methods
+from sympow.check.operator import Setting, methods
 from sympow.check.timing import Timing, environment
 from sympow.evaluate import PasskeyPoint, RecallPoint
 from sympow.report.figure_files import (
@@ -21,11 +23,9 @@ from sympow.report.figure_files import (
     plot_probes,
     plot_time_against_context,
 )
-from sympow.report.grouping import group_runs
 from sympow.report.paper_figures import draw_figures
-from sympow.report.plotting import OTHERS, add_legend, assign_styles, make_panels, method_styles
+from sympow.report.plotting import OTHERS, add_legend, make_panels, method_styles
 from sympow.report.plotting import VARIANTS as STYLED
-from sympow.report.run_collection import collect
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ["softmax", "sympow", "sympow + gating", "conformal", "a run of mine with quite a long name", "another"]
@@ -58,33 +58,25 @@ def marked(axes):
 
 def write_runs(folder, powers, contexts, rates, **changes):
     """Writes runs that differ in everything that figures distinguish, with the largest numbers that occur."""
-    first = (contexts[0], rates[0])
-    for place, (name, variant) in enumerate(VARIANTS.items()):
-        for context in contexts:
-            for power in (2,) if name == "softmax" else powers:
-                for rate in rates:
-                    for seed in (0, 1):
-                        base = 3 - 0.1 * place - 0.05 * power + 0.02 * seed
-                        heads = {
-                            "half_life": [[700.0, 30.0], [None, 2.5]],
-                            "half_life_short": [[12_000.0] * 2] * 2,
-                            "beta_mean": [[1.0, 0.4], [1.6, 1.1]],
-                            "rate_change": [[1.0] * 32, [1.1] * 32],
-                        }
-                        write_run(
-                            folder / f"{name}-p{power}-{context}-{rate}" / f"seed{seed}",
-                            [base + 3 / step for step in range(1, 41)],
-                            lines={step: {"tokens_per_second": 1.2e6 * (place + 1)} for step in (20, 40)},
-                            evaluation=[base + 1 / (n + 1) for n in range(4 * context)],
-                            head_table=heads if name == "conformal" and (context, rate) == first else None,
-                            seed=seed,
-                            context=context,
-                            batch_tokens=2 * context,
-                            learning_rate=rate,
-                            **variant,
-                            **({} if name == "softmax" else {"power": power}),
-                            **changes,
-                        )
+    heads = {
+        "half_life": [[700.0, 30.0], [None, 2.5]],
+        "half_life_short": [[12_000.0] * 2] * 2,
+        "beta_mean": [[1.0, 0.4], [1.6, 1.1]],
+        "rate_change": [[1.0] * 32, [1.1] * 32],
+    }
+    for run, place, name, base, settings in grid(powers, contexts, rates):
+        context = settings["context"]
+        first = (context, settings["learning_rate"]) == (contexts[0], rates[0])
+        write_run(
+            folder / run,
+            [base + 3 / step for step in range(1, 41)],
+            lines={step: {"tokens_per_second": 1.2e6 * (place + 1)} for step in (20, 40)},
+            evaluation=[base + 1 / (n + 1) for n in range(4 * context)],
+            head_table=heads if name == "conformal" and first else None,
+            batch_tokens=2 * context,
+            **settings,
+            **changes,
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,18 +90,14 @@ def write_runs(folder, powers, contexts, rates, **changes):
 )
 def test_the_papers_figures(tmp_path, saved, powers, contexts, rates):
     write_runs(tmp_path / "runs", powers, contexts, rates)
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    draw_figures(groups, styles, tmp_path / "figures")
+    draw_figures(groups_of(tmp_path / "runs"), tmp_path / "figures")
     check(saved)
 
 
 def test_all_models_share_one_panel_of_loss_by_evaluation_context(tmp_path, saved):
     """Those with a gate and those without one, so that they can be compared, from 1/16 of the training context on."""
     write_runs(tmp_path / "runs", (2,), (256,), (6e-4,))
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    written = draw_figures(groups, styles, tmp_path / "figures")
+    written = draw_figures(groups_of(tmp_path / "runs"), tmp_path / "figures")
     names = [path.stem for path in written if path.suffix == ".png"]
     (axes,) = saved[names.index("loss_by_evaluation_context_p2_trained_at_256")].axes
     curves = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) > 2}
@@ -121,9 +109,7 @@ def test_all_models_share_one_panel_of_loss_by_evaluation_context(tmp_path, save
 
 def test_one_training_context_is_no_axis(tmp_path, saved):
     write_runs(tmp_path / "runs", (2,), (64,), (6e-4,))
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    names = {path.stem for path in draw_figures(groups, styles, tmp_path / "figures")}
+    names = {path.stem for path in draw_figures(groups_of(tmp_path / "runs"), tmp_path / "figures")}
     assert not [name for name in names if name.endswith("by_training_context")]
     assert "training_curves_p2" in names
 
@@ -131,9 +117,7 @@ def test_one_training_context_is_no_axis(tmp_path, saved):
 def test_maps_of_heads_have_their_values_and_a_scale_of_several_numbers(tmp_path, saved):
     close = {"half_life": [[300.0, 450.0, 270.0], [None, 333.0, 12_345.0]], "rate_change": [[1.0] * 32, [1.1] * 32]}
     write_run(tmp_path / "runs" / "one", [3.0, 2.5], head_table=close)
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    written = draw_figures(groups, styles, tmp_path / "figures")
+    written = draw_figures(groups_of(tmp_path / "runs"), tmp_path / "figures")
     check(saved)
     figure = saved[[path.parent.name for path in written if path.suffix == ".png"].index("heads")]
     few, many, *bars = figure.axes
@@ -151,18 +135,15 @@ def test_seeds_without_a_common_step_have_figures(tmp_path, saved):
     lines = (first / "metrics.jsonl").read_text().splitlines()
     (first / "metrics.jsonl").write_text(f"{lines[9]}\n{lines[19]}\n")
     write_run(tmp_path / "runs" / "seed1", [3.0] * 4, steps=20, log_every=1, seed=1)
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    groups = groups_of(tmp_path / "runs")
     assert len(groups) == 1
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    draw_figures(groups, styles, tmp_path / "figures")
+    draw_figures(groups, tmp_path / "figures")
     check(saved)
 
 
 def test_figures_of_byte_level_models_say_bytes(tmp_path, saved):
     write_runs(tmp_path / "runs", (2,), (64, 128), (6e-4,), vocab_size=257)
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    draw_figures(groups, styles, tmp_path / "figures")
+    draw_figures(groups_of(tmp_path / "runs"), tmp_path / "figures")
     said = {text.get_text() for figure in saved for axes in figure.axes for text in texts_of(axes)}
     assert not [text for text in said if "token" in text]
     assert {
@@ -174,15 +155,14 @@ def test_figures_of_byte_level_models_say_bytes(tmp_path, saved):
     } <= said
 
 
-@pytest.mark.parametrize("panels", [1, 2])
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=["two models", "six models"])
-def test_loss_by_position(tmp_path, saved, names, panels):
-    curves = {name: n + 3 + 1 / (torch.arange(40_000) + 1.0) for n, name in enumerate(names)}
-    plot_loss_by_position({f"held-out documents {n}": curves for n in range(panels)}, 4_096, tmp_path / "figure.png")
+def test_loss_by_position(tmp_path, saved, names):
+    losses = {name: n + 3 + 1 / (torch.arange(40_000) + 1.0) for n, name in enumerate(names)}
+    plot_loss_by_position(losses, 4_096, tmp_path / "figure.png")
     check(saved)
-    for axes in saved[0].axes:
-        assert only_powers_of_two(axes)
-        assert marked(axes) == 4_096
+    (axes,) = saved[0].axes
+    assert only_powers_of_two(axes)
+    assert marked(axes) == 4_096
 
 
 @pytest.mark.parametrize("length", [48, 262_144])
@@ -234,16 +214,8 @@ def test_methods_differ_in_color_dashes_or_marker(monkeypatch):
     assert styles["chunked form, torch"].light == styles["chunked form, triton"].light
 
 
-def load_script(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 @pytest.mark.slow
 def test_the_three_forms_name_the_machine_that_timed_them(tmp_path, saved, monkeypatch):
-    three_forms = load_script(BENCHMARKS.parent / "examples" / "three_forms.py")
     monkeypatch.setattr(sys, "argv", ["three_forms.py", "--tiny", "--out", str(tmp_path)])
     three_forms.main()
     check(saved)
@@ -254,7 +226,6 @@ def test_the_three_forms_name_the_machine_that_timed_them(tmp_path, saved, monke
 
 def test_saved_timings_are_drawn_again(saved, monkeypatch, capsys):
     results = BENCHMARKS / "results" / "h200_p2.json"
-    redraw = load_script(BENCHMARKS / "redraw.py")
     monkeypatch.setattr(sys, "argv", ["redraw.py", str(results)])
     redraw.main()
     check(saved)

@@ -1,14 +1,9 @@
 """Grouping of runs by config, and names that distinguish the groups."""
 
 import pytest
-from report.made_up import VARIANTS, write_run
+from report.made_up import VARIANTS, groups_of, write_run
 
-from sympow.report.grouping import Spread, by_power, group_runs, repeated_seeds, variant_of
-from sympow.report.run_collection import collect
-
-
-def groups_of(folder):
-    return group_runs(collect([folder]).runs)
+from sympow.report.grouping import Spread, by_power, repeated_seeds, variant_of
 
 
 @pytest.mark.parametrize(

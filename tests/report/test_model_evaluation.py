@@ -26,11 +26,8 @@ LENGTH = 48
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    for name, mixer in (("first", "sympow"), ("second", "softmax")):
-        config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, mixer=mixer, rotary="scale")
-        save_model(folder / name / "model", config, GPT(config).state_dict())
-        ByteTokenizer().save(folder / name / "model")
-        trained_on("stdlib", context=64).save(folder / name / "model")
+    make_model(folder / "first" / "model", "stdlib", context=64)
+    make_model(folder / "second" / "model", "stdlib", mixer="softmax", context=64)
     return folder
 
 
@@ -41,9 +38,9 @@ def trained_on(data, **changes):
     return TrainedOn(**{"data": str(data), "folder": folder, **made, **changes})
 
 
-def make_model(folder, data=None, **changes):
+def make_model(folder, data=None, mixer="sympow", **changes):
     """A run's model folder, with or without a record of what it was trained on."""
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, mixer=mixer, rotary="scale")
     save_model(folder, config, GPT(config).state_dict())
     ByteTokenizer().save(folder)
     if data is not None:
@@ -61,14 +58,32 @@ def texts(tmp_path):
     return tmp_path / "data"
 
 
+def evaluate(*arguments):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def evaluated(*arguments):
+    result = evaluate(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def models_in(folder):
+    return json.loads((folder / "evaluation.json").read_text())["models"]
+
+
 def said(result):
-    return " ".join(result.output.split())
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def refusal(result):
+    assert result.exit_code == 2, result.output
+    return said(result)
 
 
 def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeypatch):
     model = make_model(tmp_path / "run" / "model", texts, tokenizer="bytes")
-    result = evaluate(model, "--out", tmp_path / "found", "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    result = evaluated(model, "--out", tmp_path / "found", "--device", "cpu")
     assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) at a time" in said(result)
     content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
     assert content["data"] == str(texts)
@@ -79,9 +94,8 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeyp
     inputs = torch.tensor([[256, *heldout.read(0, 0, 31).tolist()]])
     logits, _ = load_model(model)(inputs)
     targets = torch.from_numpy(heldout.read(0, 0, 32).astype("int64"))
-    alone = evaluate(model, "--out", tmp_path / "alone", "--device", "cpu", "--documents", 1)
-    assert alone.exit_code == 0, alone.output
-    found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())["models"]["run"]["mean"]
+    evaluated(model, "--out", tmp_path / "alone", "--device", "cpu", "--documents", 1)
+    found = models_in(tmp_path / "alone")["run"]["mean"]
     expected = cross_entropy(logits[0], targets, reduction="none").detach()
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-5)
 
@@ -94,16 +108,12 @@ def test_a_copied_model_knows_its_data_from_anywhere(texts, tmp_path, monkeypatc
     assert "of data, 32 tokens" in said(evaluate(model, "--device", "cpu"))
     (tmp_path / "other" / "data").mkdir(parents=True)  # a folder of the same name that is another
     monkeypatch.chdir(tmp_path / "other")
-    result = evaluate(copied, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert f"of {texts}, 32 tokens" in said(result)
+    assert f"of {texts}, 32 tokens" in said(evaluated(copied, "--device", "cpu"))
     # Run and data have moved together.
     (tmp_path / "project").mkdir()
     texts.rename(tmp_path / "project" / "data")
     monkeypatch.chdir(tmp_path / "project")
-    result = evaluate(copied, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert "of data, 32 tokens" in said(result)
+    assert "of data, 32 tokens" in said(evaluated(copied, "--device", "cpu"))
 
 
 def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_path):
@@ -115,15 +125,13 @@ def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_
     assert evaluate(unknown, "--data", texts, "--length", 8, "--device", "cpu").exit_code == 0
     moved = make_model(tmp_path / "moved" / "model", texts)
     texts.rename(tmp_path / "there")
-    result = evaluate(moved)
-    assert result.exit_code == 2
-    assert f"trained on {texts}, and {texts} is not there any more; name the data with --data" in said(result)
+    message = refusal(evaluate(moved))
+    assert f"trained on {texts}, and {texts} is not there any more; name the data with --data" in message
     assert evaluate(moved, "--data", tmp_path / "there", "--device", "cpu").exit_code == 0
     here = make_model(tmp_path / "here" / "model", tmp_path / "there")
-    result = evaluate(runs / "first" / "model", here)
-    assert result.exit_code == 2
-    assert "trained on different data" in said(result)
-    assert "name what to compare them on with --data" in said(result)
+    message = refusal(evaluate(runs / "first" / "model", here))
+    assert "trained on different data" in message
+    assert "name what to compare them on with --data" in message
     given = make_model(tmp_path / "given" / "model")
     TrainedOn(None, None, 8, "join", "file", "random", "random tokens").save(given)
     assert "trained on random tokens, a dataset object that cannot be opened" in said(evaluate(given))
@@ -134,18 +142,15 @@ def test_data_prepared_again_otherwise_is_mentioned(texts, tmp_path):
     model = make_model(tmp_path / "run" / "model", texts, fingerprint=fingerprint)
     assert "has changed" not in said(evaluate(model, "--device", "cpu"))
     prepare([tmp_path / "texts"], texts, heldout=0.5, overwrite=True, workers=1)
-    result = evaluate(model, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert f"{texts} has changed since the training" in said(result)
+    assert f"{texts} has changed since the training" in said(evaluated(model, "--device", "cpu"))
 
 
 def test_documents_shorter_than_wanted_are_read_to_the_end_of_the_longest(texts, tmp_path):
     model = make_model(tmp_path / "run" / "model", texts, context=1_000)
-    result = evaluate(model, "--device", "cpu", "--out", tmp_path / "found")
-    assert result.exit_code == 0, result.output
+    result = evaluated(model, "--device", "cpu", "--out", tmp_path / "found")
     length = int(open_dataset(texts, "heldout").lengths.max())
     assert f"no held-out document has 4,000 tokens, 4 times the training context: reading {length}" in said(result)
-    found = json.loads((tmp_path / "found" / "evaluation.json").read_text())["models"]["run"]
+    found = models_in(tmp_path / "found")["run"]
     assert len(found["mean"]) == length
 
 
@@ -167,17 +172,15 @@ def test_it_says_how_many_sequences_of_how_many_documents_there_are(texts, tmp_p
 
 def test_data_that_holds_nothing_out_says_how_to(texts, tmp_path):
     prepare([tmp_path / "texts"], texts, heldout=0, overwrite=True, workers=1)
-    result = evaluate(make_model(tmp_path / "run" / "model", texts))
-    assert result.exit_code == 2
-    assert "has no split 'heldout': prepare it again with some held out (--heldout, --overwrite)" in said(result)
+    message = refusal(evaluate(make_model(tmp_path / "run" / "model", texts)))
+    assert "has no split 'heldout': prepare it again with some held out (--heldout, --overwrite)" in message
 
 
 def test_data_of_another_vocabulary_is_refused(texts, tmp_path):
     config = GPTConfig(vocab_size=100, layers=1, width=16, heads=2)
     save_model(tmp_path / "small", config, GPT(config).state_dict())
-    result = evaluate(tmp_path / "small", "--data", texts, "--length", 8, "--device", "cpu")
-    assert result.exit_code == 2
-    assert "has a vocabulary of 257 tokens, more than the 100 of" in said(result)
+    message = refusal(evaluate(tmp_path / "small", "--data", texts, "--length", 8, "--device", "cpu"))
+    assert "has a vocabulary of 257 tokens, more than the 100 of" in message
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +210,7 @@ def test_data_of_the_models_tokenizer_is_accepted_under_every_name(bpe, tmp_path
     prepare([bpe / "texts"], tmp_path / "data", tokenizer=str(file), workers=1)
     assert open_dataset(tmp_path / "data").load_tokenizer().kind == "file"
     for data in (bpe / "data", tmp_path / "data"):
-        result = evaluate_on(data, bpe / "model")
-        assert result.exit_code == 0, result.output
+        assert evaluate_on(data, bpe / "model").exit_code == 0
 
 
 def test_data_of_another_tokenizer_is_refused_before_any_model_is_loaded(bpe, texts, tmp_path, monkeypatch):
@@ -221,12 +223,10 @@ def test_data_of_another_tokenizer_is_refused_before_any_model_is_loaded(bpe, te
     bytes_model = make_model(tmp_path / "bytes")
     for data, models in ((texts, [bytes_model, bpe / "model"]), ("stdlib", [bpe / "model"]),
                          (tmp_path / "again", [bpe / "model"])):  # fmt: skip
-        result = evaluate_on(data, *models)
-        assert result.exit_code == 2, result.output
-        assert f"--data must be tokenized by the tokenizer of {bpe / 'model'}, and {data} is not" in said(result)
-        assert f"Prepare it with the model's tokenizer: sympow data prepare … --tokenizer {bpe / 'model'}" in said(
-            result
-        )
+        message = refusal(evaluate_on(data, *models))
+        assert f"--data must be tokenized by the tokenizer of {bpe / 'model'}, and {data} is not" in message
+        advice = f"Prepare it with the model's tokenizer: sympow data prepare … --tokenizer {bpe / 'model'}"
+        assert advice in message
 
 
 def test_data_with_another_token_between_documents_is_refused(bpe, tmp_path):
@@ -241,10 +241,8 @@ def test_data_with_another_token_between_documents_is_refused(bpe, tmp_path):
     config = GPTConfig(vocab_size=first_free + 1, layers=1, width=16, heads=2)
     save_model(tmp_path / "model", config, GPT(config).state_dict())
     assert evaluate_on(tmp_path / "model", tmp_path / "model").exit_code == 0
-    result = evaluate_on(tmp_path / "data", tmp_path / "model")
-    assert result.exit_code == 2, result.output
-    message = f"between documents, id {boundary['id']}; {tmp_path / 'data'} has id {first_free}"
-    assert message in said(result)
+    message = refusal(evaluate_on(tmp_path / "data", tmp_path / "model"))
+    assert f"between documents, id {boundary['id']}; {tmp_path / 'data'} has id {first_free}" in message
 
 
 def test_without_a_tokenizer_there_is_nothing_to_compare(bpe, tmp_path):
@@ -255,9 +253,8 @@ def test_without_a_tokenizer_there_is_nothing_to_compare(bpe, tmp_path):
     assert evaluate_on(data, model).exit_code == 0
     (model / "sympow_tokenizer.json").unlink()
     assert evaluate_on("stdlib", model).exit_code == 0
-    result = evaluate(model, "--data", "stdlib", "--length", 8, "--probe", "passkey")
-    assert result.exit_code == 2, result.output
-    assert f"the probe passkey needs the model's tokenizer, and {model} has none" in said(result)
+    message = refusal(evaluate(model, "--data", "stdlib", "--length", 8, "--probe", "passkey"))
+    assert f"the probe passkey needs the model's tokenizer, and {model} has none" in message
 
 
 @pytest.fixture(scope="module")
@@ -273,12 +270,10 @@ def converted(bpe):
 def test_a_model_of_transformers_is_evaluated_on_data_of_its_own_tokenizer(bpe, converted, texts, tmp_path):
     prepare([bpe / "texts"], tmp_path / "again", tokenizer=str(converted / "tokenizer.json"), workers=1)
     for data in (bpe / "data", tmp_path / "again"):
-        result = evaluate_on(data, converted)
-        assert result.exit_code == 0, result.output
-    result = evaluate_on(texts, converted)
-    assert result.exit_code == 2, result.output
-    assert f"--data must be tokenized by the tokenizer of {converted}, and {texts} is not" in said(result)
-    assert f"--tokenizer {converted / 'tokenizer.json'}" in said(result)
+        assert evaluate_on(data, converted).exit_code == 0
+    message = refusal(evaluate_on(texts, converted))
+    assert f"--data must be tokenized by the tokenizer of {converted}, and {texts} is not" in message
+    assert f"--tokenizer {converted / 'tokenizer.json'}" in message
 
 
 def test_bytes_of_transformers_are_bytes(texts, tmp_path):
@@ -288,8 +283,7 @@ def test_bytes_of_transformers_are_bytes(texts, tmp_path):
     convert_to_transformers(make_model(tmp_path / "native"), tmp_path / "converted")
     prepare([tmp_path / "texts"], tmp_path / "again", tokenizer=str(tmp_path / "converted/tokenizer.json"), workers=1)
     for data in (texts, tmp_path / "again", "stdlib"):
-        result = evaluate_on(data, tmp_path / "converted", tmp_path / "native")
-        assert result.exit_code == 0, result.output
+        assert evaluate_on(data, tmp_path / "converted", tmp_path / "native").exit_code == 0
 
 
 def test_a_model_of_transformers_without_a_tokenizer_is_evaluated_without_the_probe_of_text(bpe, converted, tmp_path):
@@ -298,13 +292,8 @@ def test_a_model_of_transformers_without_a_tokenizer_is_evaluated_without_the_pr
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
     assert evaluate_on(bpe / "data", model).exit_code == 0
-    result = evaluate(model, "--data", "stdlib", "--length", 8, "--probe", "passkey")
-    assert result.exit_code == 2, result.output
-    assert "the probe passkey needs the model's tokenizer" in said(result)
-
-
-def evaluate(*arguments):
-    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+    message = refusal(evaluate(model, "--data", "stdlib", "--length", 8, "--probe", "passkey"))
+    assert "the probe passkey needs the model's tokenizer" in message
 
 
 def test_progress_is_shown_in_lines_without_a_terminal(runs, monkeypatch):
@@ -323,9 +312,18 @@ def test_progress_is_shown_in_lines_without_a_terminal(runs, monkeypatch):
 
 
 def test_models_are_compared_on_the_same_documents(runs, tmp_path):
-    result = evaluate(runs / "first" / "model", runs / "second" / "model", "--length", LENGTH, "--documents", 2,
-                      "--out", tmp_path, "--device", "cpu")  # fmt: skip
-    assert result.exit_code == 0, result.output
+    result = evaluated(
+        runs / "first" / "model",
+        runs / "second" / "model",
+        "--length",
+        LENGTH,
+        "--documents",
+        2,
+        "--out",
+        tmp_path,
+        "--device",
+        "cpu",
+    )
     assert "first" in result.stdout
     assert "second" in result.stdout
     # Without a terminal there is neither a progress bar nor the blank lines in its place.
@@ -343,7 +341,7 @@ def test_models_are_compared_on_the_same_documents(runs, tmp_path):
 
 def test_the_losses_are_those_of_the_model(runs, tmp_path):
     evaluate(runs / "first" / "model", "--length", LENGTH, "--documents", 1, "--out", tmp_path, "--device", "cpu")
-    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]["mean"]
+    found = models_in(tmp_path)["first"]["mean"]
     ((inputs, targets),) = document_sequences(open_dataset("stdlib", "heldout"), LENGTH, 1)
     logits, _ = load_model(runs / "first" / "model")(inputs)
     expected = cross_entropy(logits[0], targets[0], reduction="none").detach()
@@ -360,9 +358,8 @@ def test_contexts_grow_to_the_length():
 def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     probes = ("--probe", "recall", "--pairs", 2, "--pairs", 4, "--probe", "passkey", "--distance", 40)
     short = ("--length", LENGTH, "--documents", 1, "--device", "cpu")
-    result = evaluate(runs / "first" / "model", *short, *probes, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
+    result = evaluated(runs / "first" / "model", *short, *probes, "--out", tmp_path)
+    found = models_in(tmp_path)["first"]
     assert {point["pairs"] for point in found["recall"]} == {2, 4}
     assert [point["distance"] for point in found["passkey"]] == [40]
     # An untrained model can only guess.
@@ -373,56 +370,44 @@ def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     assert "Passkey" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--probe", "recall", "--pairs", 1_000), "--pairs must be at most "),
-        (("--probe", "passkey", "--distance", 64, "--distance", 10**7), "--distance must fit into a document of "),
-        (("--probe", "passkey", "--data", "mqar:pairs=4"), "the probe passkey needs documents of text; mqar has none"),
-    ],
-)
-def test_what_a_probe_cannot_have_is_refused_before_a_model_is_loaded(runs, monkeypatch, arguments, message):
-    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
-    result = evaluate(runs / "first" / "model", "--length", 8, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in said(result)
-
-
 def test_passkeys_are_by_default_as_far_as_documents_are_long(texts, tmp_path):
     (tmp_path / "texts" / "long.txt").write_text("A longer text about a thing. " * 20)
     prepare([tmp_path / "texts"], texts, heldout=0.99, overwrite=True, workers=1)
     model = make_model(tmp_path / "run" / "model", texts)
-    result = evaluate(model, "--probe", "passkey", "--out", tmp_path / "found", "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "found" / "evaluation.json").read_text())["models"]["run"]
+    evaluated(model, "--probe", "passkey", "--out", tmp_path / "found", "--device", "cpu")
+    found = models_in(tmp_path / "found")["run"]
     assert [point["distance"] for point in found["passkey"]] == [64, 256]
 
 
 def test_documents_too_short_for_any_passkey_are_refused_before_a_model_is_loaded(texts, tmp_path, monkeypatch):
     monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
-    result = evaluate(make_model(tmp_path / "run" / "model", texts), "--probe", "passkey")
-    assert result.exit_code == 2, result.output
+    message = refusal(evaluate(make_model(tmp_path / "run" / "model", texts), "--probe", "passkey"))
     longest = open_dataset(texts, "heldout").lengths.max()
-    assert f"the longest of which has {longest} tokens; a distance of 64 needs 129" in said(result)
+    assert f"the longest of which has {longest} tokens; a distance of 64 needs 129" in message
 
 
 def test_the_length_is_four_times_the_training_context(tmp_path):
     model = make_model(tmp_path / "first" / "model", "stdlib", context=8)
     evaluate(model, "--documents", 1, "--device", "cpu", "--out", tmp_path)
-    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
+    found = models_in(tmp_path)["first"]
     assert found["trained_at"] == 8
     assert list(found["by_context"]) == ["1", "2", "4", "8", "16", "32"]
 
 
 def test_runs_of_one_name_are_told_apart(runs):
-    result = evaluate(runs / "first" / "model", runs / "first" / "model")
-    assert result.exit_code == 2
-    assert "runs with different names, got first, first" in " ".join(result.output.replace("│", " ").split())
+    message = refusal(evaluate(runs / "first" / "model", runs / "first" / "model"))
+    assert "runs with different names, got first, first" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--probe", "recall", "--pairs", 1_000), "--pairs must be at most "),
+        (("--probe", "passkey", "--distance", 64, "--distance", 10**7), "--distance must fit into a document of "),
+        (
+            ("--probe", "passkey", "--data", "mqar:pairs=4", "--length", 8),
+            "the probe passkey needs documents of text; mqar has none",
+        ),
         (("--length", 0), "length must be at least 1, got 0"),
         (("--documents", 0), "documents must be at least 1, got 0"),
         (("--length", 10**9), "got 1,000,000,000"),
@@ -436,7 +421,6 @@ def test_runs_of_one_name_are_told_apart(runs):
         ),
     ],
 )
-def test_mistakes_are_named(runs, arguments, message):
-    result = evaluate(runs / "first" / "model", *arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
+def test_mistakes_are_named_before_a_model_is_loaded(runs, monkeypatch, arguments, message):
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
+    assert message in refusal(evaluate(runs / "first" / "model", *arguments))

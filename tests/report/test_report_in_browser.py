@@ -5,12 +5,10 @@ from itertools import product
 
 import pytest
 from report.made_up import VARIANTS as VARIANT_SETTINGS
-from report.made_up import write_run
+from report.made_up import groups_of, write_run
 from report.pages import draw_all, drawn, open_page, overlaps, picture_of, share_of
 
-from sympow.report.grouping import group_runs
-from sympow.report.plotting import DARK_PAPER, LIGHT_PAPER, VARIANTS, assign_styles
-from sympow.report.run_collection import collect
+from sympow.report.plotting import DARK_PAPER, LIGHT_PAPER, VARIANTS
 from sympow.report.run_report import build_report_page
 
 pytestmark = pytest.mark.slow  # a browser, and runs to report on
@@ -20,10 +18,8 @@ pytest.importorskip("plotly", reason="needs plotly, which comes with the extra r
 
 @pytest.fixture(scope="module")
 def path(experiment, tmp_path_factory):
-    groups = group_runs(collect([experiment]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
     path = tmp_path_factory.mktemp("page") / "index.html"
-    path.write_text(build_report_page("Made-up runs", groups, styles, ["One thing to know."]), encoding="utf-8")
+    path.write_text(build_report_page("Made-up runs", groups_of(experiment), ["One thing to know."]), encoding="utf-8")
     return path
 
 
@@ -351,9 +347,8 @@ def test_numbers_that_are_missing_are_left_out(browser, tmp_path):
     points = [{"distance": n, "accuracy": 0.0, "loss": 3.0, "control": None if n == 64 else 5.0} for n in (16, 64, 256)]
     mean = [2.0] * 20 + [None] * 20
     write_run(tmp_path / "runs" / "one", [3.0, 2.5], evaluation=mean, probes={"passkey": points}, vocab_size=257)
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    (tmp_path / "index.html").write_text(build_report_page("Missing", groups, styles, []), encoding="utf-8")
+    page = build_report_page("Missing", groups_of(tmp_path / "runs"), [])
+    (tmp_path / "index.html").write_text(page, encoding="utf-8")
     with open_page(browser, tmp_path / "index.html") as page:
         (line,) = plot(page, "probes").evaluate("host => host.data.map(({ x, y }) => ({ x, y }))")
         assert line == {"x": [16, 256], "y": [2, 2]}
@@ -466,9 +461,8 @@ def fast_bytes(tmp_path_factory):
         settings = {**variant, "context": context, "vocab_size": 257}
         lines = {2: {"tokens_per_second": 61_728.0 * (place + 1)}}
         write_run(folder / "runs" / f"{name}-{context}", [3.0, 2.5], lines=lines, evaluation=[2.0] * 128, **settings)
-    groups = group_runs(collect([folder / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    (folder / "index.html").write_text(build_report_page("Fast", groups, styles, []), encoding="utf-8")
+    page = build_report_page("Fast", groups_of(folder / "runs"), [])
+    (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
 
 
@@ -516,11 +510,10 @@ def test_names_of_runs_are_text(browser, tmp_path):
     # With more differences than a name lists, series are named after folders.
     for folder, changes in ((name.replace("/", "∕"), small), ("plain", large)):
         write_run(tmp_path / "runs" / folder, [3.0, 2.5], **changes)
-    groups = group_runs(collect([tmp_path / "runs"]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    named = next(series for series in styles if "bold" in series)
+    groups = groups_of(tmp_path / "runs")
+    named = next(group.series for group in groups if "bold" in group.series)
     path = tmp_path / "index.html"
-    path.write_text(build_report_page(name, groups, styles, [name]), encoding="utf-8")
+    path.write_text(build_report_page(name, groups, [name]), encoding="utf-8")
     with open_page(browser, path) as page:
         assert page.locator("h1").text_content() == name
         assert page.locator("main img, main script").count() == 0

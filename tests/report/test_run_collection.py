@@ -9,7 +9,7 @@ import torch
 from report.made_up import write_evaluation, write_run
 
 from sympow.evaluate import PasskeyPoint, PositionLosses
-from sympow.evaluate.evaluation_file import ModelEvaluation, averages_over_ranges, write_evaluations
+from sympow.evaluate.evaluation_file import ModelEvaluation, averages_over_ranges
 from sympow.report.run_collection import collect, collection_of
 
 
@@ -128,9 +128,9 @@ def test_losses_that_are_not_numbers_are_written_and_read(tmp_path, positions):
     losses = PositionLosses(torch.tensor([2.0] * 8 + [math.nan] * 8), torch.full((16,), math.nan), 1)
     passkey = [PasskeyPoint(64, 0.0, 3.0, math.nan, 1)]
     evaluation = ModelEvaluation(losses, passkey=passkey)
-    write_evaluations(folder / "evaluation.json", {"run": evaluation}, {"data": "stdlib"}, positions=positions)
     # NaN is not JSON.
-    assert "NaN" not in (folder / "evaluation.json").read_text()
+    content = json.dumps({"models": {"run": evaluation.as_json(positions=positions)}}, allow_nan=False)
+    (folder / "evaluation.json").write_text(content)
     (run,) = collect([tmp_path]).runs
     assert run.evaluation.by_context[8] == 2
     assert math.isnan(run.evaluation.by_context[16])

@@ -10,7 +10,7 @@ import sys
 from html import unescape
 
 import pytest
-from report.made_up import VARIANTS, write_run
+from report.made_up import VARIANTS, groups_of, write_run
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
@@ -19,8 +19,6 @@ from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
-from sympow.report.grouping import group_runs
-from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
 from sympow.report.run_page import build_report_page, report_data
 from sympow.report.run_report import measure_missing_heads, write_report
@@ -29,18 +27,17 @@ pytestmark = pytest.mark.slow  # reports of several runs
 plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 
 
-def report(*arguments):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+def report(*arguments, code=0):
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
 
 
-def trained_on(data):
-    return TrainedOn(data, None, 32, "join", "bytes", "a fingerprint", data)
-
-
-def data_of(folder):
-    groups = group_runs(collect([folder]).runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
-    return report_data(groups, styles)
+def add_model(run, data, vocab_size=257, **changes):
+    """Adds a model that knows its data to a run."""
+    config = GPTConfig(vocab_size=vocab_size, **{"layers": 1, "width": 16, "heads": 2, "rotary": "scale", **changes})
+    save_model(run / "model", config, GPT(config).state_dict())
+    TrainedOn(data, None, 32, "join", "bytes", "a fingerprint", data).save(run / "model")
 
 
 def embedded(page):
@@ -79,18 +76,15 @@ def small(tmp_path_factory):
                     vocab_size=257,
                     **VARIANTS[name],
                 )
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
-    save_model(folder / "conformal-32" / "seed0" / "model", config, GPT(config).state_dict())
+    add_model(folder / "conformal-32" / "seed0", "stdlib")
     ByteTokenizer().save(folder / "conformal-32" / "seed0" / "model")
-    trained_on("stdlib").save(folder / "conformal-32" / "seed0" / "model")
     return folder
 
 
 @pytest.fixture(scope="module")
 def written(small, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "new"
-    result = report(small, "-o", out, "--title", "A <title>", "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    report(small, "-o", out, "--title", "A <title>", "--device", "cpu")
     return out
 
 
@@ -117,7 +111,7 @@ def test_every_figure_of_the_paper_is_drawn_twice(written):
 def test_the_same_runs_give_the_same_figures(small, written, tmp_path):
     # In another folder, and without files that these curves do not use.
     again = shutil.copytree(small, tmp_path / "again", ignore=shutil.ignore_patterns("evaluation.json", "model"))
-    assert report(again, "-o", tmp_path / "out", "--no-heads").exit_code == 0
+    report(again, "-o", tmp_path / "out", "--no-heads")
     name = "figures/training_curves_p2.svg"
     assert (tmp_path / "out" / name).read_bytes() == (written / name).read_bytes()
 
@@ -167,20 +161,15 @@ def test_heads_are_measured_once_and_kept(small, written):
 
 def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     folder = write_run(tmp_path / "run", [3.0], data="gone", layers=1, width=16, heads=2)
-    config = GPTConfig(vocab_size=256, layers=1, width=16, heads=2, rotary="scale")
-    save_model(folder / "model", config, GPT(config).state_dict())
-    trained_on("gone").save(folder / "model")
-    result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    add_model(folder, "gone", vocab_size=256)
+    report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     (note,) = notes_of((tmp_path / "out" / "index.html").read_text())
     assert note.startswith("The heads of run were not measured: the model was trained on gone, and there is no")
 
 
 def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", [3.0], data="stdlib", layers=1, width=16, heads=2, vocab_size=257)
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
-    save_model(folder / "model", config, GPT(config).state_dict())
-    trained_on("stdlib").save(folder / "model")
+    add_model(folder, "stdlib")
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -194,8 +183,7 @@ def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
 def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):
     changes = {"layers": 1, "width": 16, "heads": 2, "gating": "none", "rotary": "grid"}
     folder = write_run(tmp_path / "run", [3.0], data="stdlib", **changes)
-    config = GPTConfig(vocab_size=257, **changes)
-    save_model(folder / "model", config, GPT(config).state_dict())
+    add_model(folder, "stdlib", **changes)
     write_report([tmp_path], tmp_path / "out", device="cpu")
     page = (tmp_path / "out" / "index.html").read_text()
     assert notes_of(page) == [
@@ -206,7 +194,7 @@ def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):
 
 
 def test_the_page_reads_what_the_runs_hold(experiment):
-    data = data_of(experiment)
+    data = report_data(groups_of(experiment))
     assert [style["label"] for style in data["series"]] == ["softmax", "sympow", "sympow + gating", "conformal"]
     assert [panel["title"] for panel in data["views"]["final"]["final_loss"]["panels"]] == ["p = 4", "p = 2"]
     name = "conformal-p2-256/seed1"
@@ -233,8 +221,7 @@ def test_the_page_reads_what_the_runs_hold(experiment):
 
 
 def test_the_table_of_runs_has_the_settings_that_differ(experiment):
-    groups = group_runs(collect([experiment]).runs)
-    page = build_report_page("title", groups, assign_styles((group.series, group.variant) for group in groups), [])
+    page = build_report_page("title", groups_of(experiment), [])
     head = re.search("<thead>(.*?)</thead>", page, re.DOTALL)[1]
     shown = [
         name for mark, name in re.findall(r'<th([^>]*)><button type="button">([^<]*)<', head) if "same" not in mark
@@ -242,24 +229,20 @@ def test_the_table_of_runs_has_the_settings_that_differ(experiment):
     assert shown[-6:] == ["mixer", "power", "gating", "rotary", "context", "seed"]
 
 
-def test_runs_of_two_kinds_with_equal_losses_are_reported(tmp_path):
+def test_runs_of_two_kinds_with_equal_losses_are_report(tmp_path):
     for seed in range(3):
         # The mean of three such losses rounds to more than each of them.
         write_run(tmp_path / "runs" / f"seed{seed}", [0.1], seed=seed)
     config = write_run(tmp_path / "runs" / "newer", [0.1]) / "config.yaml"
     config.write_text(config.read_text().replace("optimizer:", "optimizer:\n  momentum: 0.5"))
-    result = report(tmp_path / "runs", "--out", tmp_path / "report")
-    assert result.exit_code == 0, result.output
     # Without a terminal there is neither a progress bar nor the blank lines in its place.
-    assert re.fullmatch(r"wrote .+ figures\n", result.output)
+    assert re.fullmatch(r"wrote .+ figures\n", report(tmp_path / "runs", "--out", tmp_path / "report"))
     (line,) = [row for row in (tmp_path / "report" / "final_losses.csv").read_text().splitlines() if "0.5" in row]
     assert "momentum 0.5" in line
 
 
 def test_mistakes_are_explained(tmp_path):
-    result = report(tmp_path / "nowhere", "-o", tmp_path)
-    assert result.exit_code == 2
-    assert "runs must be folders" in result.output
+    assert "runs must be folders" in report(tmp_path / "nowhere", "-o", tmp_path, code=2)
 
 
 def test_losses_that_are_not_numbers_are_left_out(tmp_path):
@@ -268,8 +251,7 @@ def test_losses_that_are_not_numbers_are_left_out(tmp_path):
     for seed, mean in enumerate(([2.0] * 20 + [None] * 20, [None] * 40)):
         write_run(tmp_path / "runs" / f"seed{seed}", [3.0, 2.5], evaluation=mean, probes=lost, seed=seed)
     write_run(tmp_path / "runs" / "other", [3.0, 2.5], evaluation=[None] * 40, context=32)
-    result = report(tmp_path / "runs", "-o", tmp_path / "report", "--no-heads")
-    assert result.exit_code == 0, result.output
+    report(tmp_path / "runs", "-o", tmp_path / "report", "--no-heads")
     assert any((tmp_path / "report" / "figures").glob("loss_by_evaluation_context*.png"))
     data = embedded((tmp_path / "report" / "index.html").read_text())
     (first,) = curves(data, "beyond", "by_context", "seed0")

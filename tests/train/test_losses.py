@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from benchmarks.peak_memory import PeakMemory
 from torch.nn.functional import cross_entropy, linear
 
 from support import assert_close, interpreted
-from sympow.check.timing import PeakMemory
 from sympow.model import losses
 from sympow.model.losses import linear_cross_entropy, token_losses
 

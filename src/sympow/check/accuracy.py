@@ -126,7 +126,7 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorCall:
     """A call of `sympow.attention`, with its gradients.
 
     Attributes:
@@ -165,15 +165,11 @@ class Operator:
         inputs = self.inputs(machine, length)
         seed = torch.randn(1, length, self.heads, inputs["v"].shape[-1], generator=_generator(machine))
 
-        def plain(dtype: torch.dtype) -> Tensors:
-            cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
-            return _with_gradients(cast, lambda x: plain_attention(**x, power=self.power, documents=documents), seed)
+        def plain(x: Tensors) -> Tensor:
+            return plain_attention(**x, power=self.power, documents=documents)
 
-        return Comparison(
-            _with_gradients(inputs, lambda x: self._call(machine, x, documents), seed),
-            plain(torch.float64),
-            plain(machine.dtype),
-        )
+        actual = _with_gradients(inputs, lambda x: self._call(machine, x, documents), seed)
+        return Comparison(actual, *(_with_gradients(x, plain, seed) for x in _in_both_dtypes(inputs, machine)))
 
     def _call(self, machine: Machine, inputs: Tensors, documents: tuple[int, ...] | None) -> Tensor:
         # Short chunks, so that several states are carried between chunks.
@@ -216,9 +212,9 @@ class Operator:
         return {name: x.to(machine.device) for name, x in made.items()}
 
 
-def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool = False) -> Comparison:
+def decoding(machine: Machine, *, power: int, dim: int | None = None, window: bool = False) -> Comparison:
     """Decoding token by token: from a state alone, or with a window that is folded into the state several times."""
-    operator = Operator("attention", power=power, dim=dim, heads=4)
+    operator = OperatorCall("attention", power=power, dim=dim, heads=4)
     length, prompt = 48, 16
     inputs = operator.inputs(machine, length)
     _, state = attention(**_tokens(inputs, 0, prompt), power=power, return_state=True, backend=machine.backend)
@@ -238,7 +234,7 @@ def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool
 
 def decode_softmax(machine: Machine) -> Comparison:
     """Decoding with the softmax baseline and its KV cache."""
-    inputs = Operator("attention", heads=4).inputs(machine, 48)
+    inputs = OperatorCall("attention", heads=4).inputs(machine, 48)
     prompt = 16
     _, state = softmax_attention(**_tokens(inputs, 0, prompt), return_state=True)
     cache = KeyValueCache.open(state, capacity=48)
@@ -249,11 +245,7 @@ def decode_softmax(machine: Machine) -> Comparison:
 
 def _compare_rows(y: Tensor, inputs: Tensors, plain: Callable[..., Tensor], first: int, machine: Machine) -> Comparison:
     """Outputs from position `first` on, without gradients."""
-    rows = []
-    for dtype in (torch.float64, machine.dtype):
-        cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
-        rows.append({"y": plain(**cast)[:, first:]})
-    return Comparison({"y": y}, *rows)
+    return Comparison({"y": y}, *({"y": plain(**x)[:, first:]} for x in _in_both_dtypes(inputs, machine)))
 
 
 def cross_entropy(machine: Machine) -> Comparison:
@@ -264,22 +256,20 @@ def cross_entropy(machine: Machine) -> Comparison:
     inputs = {"features": features, "weight": weight}
     inputs = {name: x.to(machine.device, machine.dtype) for name, x in inputs.items()}
 
-    def plain(dtype: torch.dtype) -> Tensors:
-        cast = {name: x.to(dtype) for name, x in inputs.items()}
-        sums = torch.promote_types(dtype, torch.float32)
+    def plain(x: Tensors) -> Tensor:
+        logits = x["features"] @ x["weight"].mT
+        return torch.nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
-        def loss(x: Tensors) -> Tensor:
-            return torch.nn.functional.cross_entropy((x["features"] @ x["weight"].mT).to(sums), targets)
-
-        return _with_gradients(cast, loss, None)
-
-    actual = _with_gradients(inputs, lambda x: linear_cross_entropy(x["features"], x["weight"], targets), None)
-    return Comparison(actual, plain(torch.float64), plain(machine.dtype))
+    return Comparison(
+        _with_gradients(inputs, lambda x: linear_cross_entropy(x["features"], x["weight"], targets), None),
+        _with_gradients({name: x.double() for name, x in inputs.items()}, plain, None),
+        _with_gradients(inputs, plain, None),
+    )
 
 
-def cross_entropy_in_place(machine: Machine) -> Comparison:
+def in_place_cross_entropy(machine: Machine) -> Comparison:
     """Cross-entropy that overwrites the logits with their gradient; the last columns pad the vocabulary."""
-    from sympow.kernels.cross_entropy import cross_entropy_in_place as fused
+    from sympow.kernels.cross_entropy import cross_entropy_in_place
 
     rows, vocabulary = 20, 1_003
     generator = _generator(machine)
@@ -293,19 +283,19 @@ def cross_entropy_in_place(machine: Machine) -> Comparison:
         return {"y": losses.mean(), "gradient of logits": gradient.to(dtype)}
 
     gradient = logits.clone()
-    losses = fused(gradient, targets, vocabulary, 1 / rows)
+    losses = cross_entropy_in_place(gradient, targets, vocabulary, 1 / rows)
     actual = {"y": losses.mean(), "gradient of logits": gradient}
     return Comparison(actual, plain(torch.float64), plain(machine.dtype))
 
 
-def gate_sums(machine: Machine) -> Comparison:
+def running_gate_sums(machine: Machine) -> Comparison:
     """Running sums of log γ over more tokens than one program instance adds up, whole and split."""
-    from sympow.kernels.running_sums import gate_sums as fused
+    from sympow.kernels.running_sums import gate_sums
 
     log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
     log_gamma = log_gamma.to(machine.device)
 
-    gates = fused(log_gamma)
+    gates = gate_sums(log_gamma)
     split = math.log(2) * (gates.split.whole.double() + gates.split.rest)[..., : log_gamma.shape[1]]
     exact, in_float32 = running_sum_reference(log_gamma), log_gamma.cumsum(1).transpose(1, 2)
     return Comparison(
@@ -313,9 +303,9 @@ def gate_sums(machine: Machine) -> Comparison:
     )
 
 
-def step_gates(machine: Machine) -> Comparison:
+def gates_of_one_token(machine: Machine) -> Comparison:
     """log γ and β of one token, projected from the layer's input."""
-    from sympow.kernels.decode.gate_projection import step_gates as fused
+    from sympow.kernels.decode.gate_projection import step_gates
 
     generator = _generator(machine)
     shapes = {"x": (5, 96), "gate_weight": (12, 96), "gate_bias": (12,), "rotation_weight": (12, 96)}
@@ -327,7 +317,7 @@ def step_gates(machine: Machine) -> Comparison:
         return {"log_gamma": pair[0], "beta": pair[1]}
 
     return Comparison(
-        named(fused(*made.values())),
+        named(step_gates(*made.values())),
         named(step_gates_reference(**{name: x.double() for name, x in made.items()})),
         named(step_gates_reference(**{name: x.float() for name, x in made.items()})),
     )
@@ -358,7 +348,7 @@ def in_pieces(machine: Machine) -> Comparison:
 
     on_cpu, split_float32.ON_CPU = split_float32.ON_CPU, True
     try:
-        return Operator("attention", dtype=torch.float32, key_heads=1).compare(machine)
+        return OperatorCall("attention", dtype=torch.float32, key_heads=1).compare(machine)
     finally:
         split_float32.ON_CPU = on_cpu
 
@@ -366,24 +356,24 @@ def in_pieces(machine: Machine) -> Comparison:
 def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
     """All checks of a machine, by name."""
     operators = {
-        "attention form, p = 2": Operator("attention"),
-        "attention form, p = 4": Operator("attention", power=4, dim=machine.dim // 2),
-        "attention form, no gates, RoPE": Operator("attention", gated=False, rotation="fixed"),
-        f"attention form, heads of {3 * machine.dim // 4}, β per pair": Operator(
+        "attention form, p = 2": OperatorCall("attention"),
+        "attention form, p = 4": OperatorCall("attention", power=4, dim=machine.dim // 2),
+        "attention form, no gates, RoPE": OperatorCall("attention", gated=False, rotation="fixed"),
+        f"attention form, heads of {3 * machine.dim // 4}, β per pair": OperatorCall(
             "attention", dim=3 * machine.dim // 4, value_dim=24, rotation="pairs"
         ),
-        f"attention form, heads of {2 * machine.dim}, grouped": Operator(
+        f"attention form, heads of {2 * machine.dim}, grouped": OperatorCall(
             "attention", dim=2 * machine.dim, heads=4, key_heads=1
         ),
-        "attention form, packed documents": Operator("attention", packed=True),
-        "attention form, a gate per pair": Operator("attention", vector_gate=True, heads=4),
-        "chunked form, p = 2": Operator("chunked", heads=4),
-        "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
-        "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
-        "chunked form, p = 2, packed documents": Operator("chunked", packed=True, dim=machine.dim // 2),
-        "chunked form, a gate per pair": Operator("chunked", vector_gate=True, times=2),
+        "attention form, packed documents": OperatorCall("attention", packed=True),
+        "attention form, a gate per pair": OperatorCall("attention", vector_gate=True, heads=4),
+        "chunked form, p = 2": OperatorCall("chunked", heads=4),
+        "chunked form, p = 2, no gates": OperatorCall("chunked", gated=False, rotation="none"),
+        "chunked form, p = 2, a state between two calls": OperatorCall("chunked", continued=True),
+        "chunked form, p = 2, packed documents": OperatorCall("chunked", packed=True, dim=machine.dim // 2),
+        "chunked form, a gate per pair": OperatorCall("chunked", vector_gate=True, times=2),
         # Three chunks at least: the gradient of a gate is corrected at each state carried between two of them.
-        "chunked form, p = 4": Operator("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
+        "chunked form, p = 4": OperatorCall("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
     }
     if machine.on_kernels:
         operators |= {
@@ -404,29 +394,29 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
         continued = replace(operators["chunked form, p = 2, a state between two calls"], dtype=torch.float16)
         operators |= {"float16, chunked form, p = 2, a state between two calls": continued}
         operators |= {
-            "attention form, p = 4, heads of 64": Operator("attention", power=4),
+            "attention form, p = 4, heads of 64": OperatorCall("attention", power=4),
             # Beyond 4,096 tokens the drift of the gates' gradient is corrected at several positions.
-            "attention form, p = 2, long": Operator("attention", times=7),
-            "chunked form, p = 2, heads of 128, grouped": Operator("chunked", dim=128, heads=4, key_heads=1),
-            "chunked form, p = 4, heads of 32": Operator("chunked", power=4, dim=32),
+            "attention form, p = 2, long": OperatorCall("attention", times=7),
+            "chunked form, p = 2, heads of 128, grouped": OperatorCall("chunked", dim=128, heads=4, key_heads=1),
+            "chunked form, p = 4, heads of 32": OperatorCall("chunked", power=4, dim=32),
         }
     if not machine.on_kernels:
-        operators["recurrent form, p = 2"] = Operator("recurrent", dim=16)
+        operators["recurrent form, p = 2"] = OperatorCall("recurrent", dim=16)
     found: dict[str, Callable[[Machine], Comparison]] = {name: case.compare for name, case in operators.items()}
     found |= {
-        "decoding, p = 2": lambda m: decode(m, power=2),
-        "decoding, p = 4": lambda m: decode(m, power=4, dim=min(16, m.dim // 2)),
-        "decoding with a window, p = 2": lambda m: decode(m, power=2, window=True),
-        "decoding with a window, p = 4": lambda m: decode(m, power=4, dim=min(16, m.dim // 2), window=True),
+        "decoding, p = 2": lambda m: decoding(m, power=2),
+        "decoding, p = 4": lambda m: decoding(m, power=4, dim=min(16, m.dim // 2)),
+        "decoding with a window, p = 2": lambda m: decoding(m, power=2, window=True),
+        "decoding with a window, p = 4": lambda m: decoding(m, power=4, dim=min(16, m.dim // 2), window=True),
         "decoding with softmax and a KV cache": decode_softmax,
         "cross-entropy of a vocabulary": cross_entropy,
     }
     if machine.on_kernels:
         found |= {
             "float32 in pieces, attention form": in_pieces,
-            "cross-entropy, in place": cross_entropy_in_place,
-            "gates of one token": step_gates,
-            "running sums of gates": gate_sums,
+            "cross-entropy, in place": in_place_cross_entropy,
+            "gates of one token": gates_of_one_token,
+            "running sums of gates": running_gate_sums,
             "states in messages between ranks": state_messages,
         }
     return found
@@ -465,6 +455,12 @@ def _with_gradients(inputs: Tensors, call: Callable[[Tensors], Tensor], seed: Te
         weights = None if seed is None else seed.to(y.device, y.dtype)
         found = torch.autograd.grad(y, list(leaves.values()), weights)
     return {"y": y.detach(), **{f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}}
+
+
+def _in_both_dtypes(inputs: Tensors, machine: Machine) -> Iterator[Tensors]:
+    """The inputs in float64, and with queries, keys and values in the machine's dtype."""
+    for dtype in (torch.float64, machine.dtype):
+        yield {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
 
 
 def _tokens(inputs: Tensors, start: int, stop: int | None) -> Tensors:

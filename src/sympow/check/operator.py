@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,18 +20,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.check.timing import Timing, environment, measure_interleaved, save_results
 from sympow.checks import check_at_least, check_choice
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import ArgumentError
 from sympow.extras import require
 from sympow.model.accounting import host_memory
 from sympow.ops.dispatch import chunked_unsupported_reason
 from sympow.ops.interface import attention
-from sympow.parsing import read_json
 from sympow.settings import Backend, Form
 
 BASELINE = "softmax, cuDNN"
 # What the names of methods add for a gate per rotated pair, and for none. One gate per head is the default.
 GATINGS = {"scalar": "", "vector": ", a gate per pair", "none": ", no gates"}
-TIMED = ("forward", "forward_and_backward")
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,6 @@ class Setting:
     other_dtypes: tuple[torch.dtype, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("gating", "other_dtypes"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         for name in ("tokens", "heads", "dim", "kv_heads"):
@@ -178,8 +174,8 @@ def run_bench(
     backward: bool = True,
     runs: int = 20,
     only: Sequence[str] = (),
-    on_progress: Callable[[str, int, int], None] | None = None,
-    on_unsupported: Callable[[str, str], None] | None = None,
+    on_progress: Callable[[str, int], None] = lambda what, total: None,
+    on_unsupported: Callable[[str, str], None] = lambda method, reason: None,
 ) -> Iterator[Row]:
     """Times every method at every context; the samples of one context are interleaved.
 
@@ -190,7 +186,7 @@ def run_bench(
         backward: whether to time forward and backward together too.
         runs: number of rounds; each takes one sample of every method.
         only: time only methods whose name contains one of these; empty: all.
-        on_progress: called after each round with a description, the number of rounds done, and their total.
+        on_progress: called after each round with a description and the number of all rounds.
         on_unsupported: called, before anything is timed, with the name of each method that cannot run in this setting,
             and a sentence that says why.
 
@@ -218,24 +214,15 @@ def run_bench(
     unsupported |= _refusals(chosen, setting, min(contexts), backward)
     for name, reason in unsupported.items():
         chosen.pop(name, None)
-        if on_unsupported is not None:
-            on_unsupported(name, reason)
+        on_unsupported(name, reason)
     if not chosen:
         raise ArgumentError(
             "only", f"must leave a method to time: {'; '.join(available)}. Got {', '.join(map(repr, only))}"
         )
     # One more round for the warm-up.
     total = len(contexts) * (1 + backward) * (runs + 1)
-    done = 0
-
-    def after_round(what: str) -> None:
-        nonlocal done
-        done += 1
-        if on_progress is not None:
-            on_progress(what, done, total)
-
     for context in contexts:
-        yield from _measure_methods(chosen, setting, context, backward, runs, after_round)
+        yield from _measure_methods(chosen, setting, context, backward, runs, lambda what: on_progress(what, total))
 
 
 def _check_fits(setting: Setting, backward: bool) -> None:
@@ -280,7 +267,7 @@ def _one_line(error: Exception, said: list[warnings.WarningMessage]) -> str:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int], None]]:
     """A progress bar on stderr while `run_bench` runs; yields the callback to pass as its on_progress."""
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
@@ -288,7 +275,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     # Disabled in a log file, which has a line for each row.
     with rich.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("first calls", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, total: bar.update(task, description=what, advance=1, total=total)
 
 
 def save_rows(
@@ -310,25 +297,6 @@ def describe(setting: Setting) -> str:
     heads = f"{setting.heads} query and {setting.kv_heads} key heads" if grouped else f"{setting.heads} heads"
     shape = "" if setting.shape is None else f"{setting.shape}: "
     return f"{shape}{setting.tokens:,} tokens a call, {heads} of {setting.dim}, p = {setting.power}, {dtype}"
-
-
-def load_rows(path: Path) -> tuple[list[Row], Setting]:
-    """Reads a file that `save_rows` wrote.
-
-    Raises:
-        ValueError: the file is not one of `sympow bench`.
-    """
-    content = read_json(path)
-    try:
-        described = content["setting"]
-        if missing := [field.name for field in fields(Setting) if field.name not in described]:
-            raise UserError(f"{path} lacks {', '.join(missing)} in its setting")
-        others = [getattr(torch, name) for name in described["other_dtypes"]]
-        setting = Setting(**{**described, "dtype": getattr(torch, described["dtype"]), "other_dtypes": others})
-        rows = [Row(**{**row, **{name: _timing(row[name]) for name in TIMED}}) for row in content["rows"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} was not written by sympow bench: {error}") from error
-    return rows, setting
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
@@ -474,10 +442,6 @@ def _importable(module: str) -> bool:
         warnings.warn(f"{module} is installed but cannot be imported, so it is not timed: {error}", stacklevel=2)
         return False
     return True
-
-
-def _timing(content: dict[str, Any] | None) -> Timing | None:
-    return None if content is None else Timing(**content)
 
 
 def _milliseconds(timing: Timing | None) -> str:

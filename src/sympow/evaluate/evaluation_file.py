@@ -74,7 +74,6 @@ class Evaluation:
         documents: number of documents.
         by_context: average loss over the first tokens, by their number (paper Fig. 2).
         by_position: average loss over ranges of positions, by the ranges' centres; empty if the file has none.
-        data: the dataset that the documents are from.
         recall: associative recall, an entry for every number of pairs and range of distances.
         passkey: passkey retrieval, an entry for every distance.
     """
@@ -82,49 +81,43 @@ class Evaluation:
     documents: int
     by_context: dict[int, float]
     by_position: dict[float, float]
-    data: str
-    recall: list[dict[str, Any]] = field(default_factory=list)
-    passkey: list[dict[str, Any]] = field(default_factory=list)
+    recall: list[dict[str, Any]]
+    passkey: list[dict[str, Any]]
 
     @property
     def length(self) -> int:
         return max(self.by_context)
 
     @classmethod
-    def of_file(cls, content: Mapping[str, Any], facts: Mapping[str, Any]) -> Evaluation:
-        """From a model's entry in the file; contexts are all powers of two if it has the loss at every position."""
-        mean = [_number(x) for x in content.get("mean") or []]
-        by_context = {int(context): _number(loss) for context, loss in (content.get("by_context") or {}).items()}
-        by_position = {float(place): _number(loss) for place, loss in (content.get("by_position") or {}).items()}
-        if mean:
+    def of_file(cls, content: Mapping[str, Any]) -> Evaluation:
+        """From a model's entry in the file. With the loss at every position, its averages are computed again."""
+        if mean := [_number(x) for x in content.get("mean") or []]:
             sums = list(accumulate(mean))
-            contexts = {2**n for n in range(64) if 2**n < len(mean)} | {len(mean)} | by_context.keys()
+            by_context = {context: sums[context - 1] / context for context in contexts_up_to(len(mean), 2)}
             by_position = dict(zip(*averages_over_ranges(mean), strict=True))
-            by_context = {c: sums[c - 1] / c for c in sorted(contexts) if c <= len(mean)}
+        else:
+            by_context = {int(context): _number(loss) for context, loss in (content.get("by_context") or {}).items()}
+            by_position = {float(place): _number(loss) for place, loss in (content.get("by_position") or {}).items()}
         if not by_context:
             raise UserError("it has neither 'by_context' nor 'mean'")
         return cls(
             int(content.get("documents") or 0),
             dict(sorted(by_context.items())),
             dict(sorted(by_position.items())),
-            str(facts.get("data", "")),
             [dict(point) for point in content.get("recall") or []],
             [dict(point) for point in content.get("passkey") or []],
         )
 
 
-def write_evaluations(
-    path: Path, models: Mapping[str, ModelEvaluation], facts: Mapping[str, Any], *, positions: bool = True
-) -> None:
+def write_evaluations(path: Path, models: Mapping[str, ModelEvaluation], facts: Mapping[str, Any]) -> None:
     """Writes the file.
 
     Args:
         path: the file; its folder is made.
         models: evaluations by the models' names.
         facts: what was evaluated where: command, data, device, dtype, environment.
-        positions: whether to write the loss at every position.
     """
-    content = {**facts, "models": {name: one.as_json(positions=positions) for name, one in models.items()}}
+    content = {**facts, "models": {name: one.as_json(positions=True) for name, one in models.items()}}
     write_atomically(path, (json.dumps(content) + "\n").encode())
 
 
@@ -194,7 +187,7 @@ def _read_models(path: Path) -> dict[str, Evaluation]:
     if not isinstance(models, dict):
         raise UserError("it has no 'models'")
     try:
-        return {name: Evaluation.of_file(entry, content) for name, entry in models.items()}
+        return {name: Evaluation.of_file(entry) for name, entry in models.items()}
     except (AttributeError, TypeError) as error:
         raise UserError(f"an entry has another form than `sympow evaluate` writes ({error})") from error
 

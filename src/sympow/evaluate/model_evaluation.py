@@ -27,7 +27,6 @@ from sympow.evaluate.probes import (
     Vocabulary,
     associative_recall,
     check_has_ids,
-    check_numbers,
     choose_distances,
     choose_pairs,
     passkey_retrieval,
@@ -76,10 +75,7 @@ class EvaluationSetting:
         for probe in self.probes:
             check_choice("probe", probe, PROBES)
         for name, values, probe in (("pairs", self.pairs, "recall"), ("distances", self.distances, "passkey")):
-            if values is None:
-                continue
-            check_numbers(name, values)
-            if probe not in self.probes:
+            if values is not None and probe not in self.probes:
                 raise ArgumentError(name, f"must be given with the probe {probe}, got {values} without it")
 
 
@@ -276,35 +272,31 @@ class _Progress:
     def __init__(self, checkpoint: Path, total: int) -> None:
         self._name, self._total = str(checkpoint), total
         self._start = self._said = time.monotonic()
-        self._bar: Any = None
         console = require("rich.console", "cli").Console(stderr=True)
-        if console.is_terminal:
-            self._bar = require("rich.progress", "cli").Progress(console=console, transient=True)
-            self._task = self._bar.add_task(self._name, total=total)
+        self._bar = require("rich.progress", "cli").Progress(
+            console=console, transient=True, disable=not console.is_terminal
+        )
+        self._task = self._bar.add_task(self._name, total=total)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def update(self, done: int) -> None:
         """Called with the number of sequences that have been read."""
+        self._bar.update(self._task, completed=done)
         now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-        elif done == self._total or now - self._said >= LINE_EVERY:
+        if self._bar.disable and (done == self._total or now - self._said >= LINE_EVERY):
             self._said = now
             left = f", {(now - self._start) / done * (self._total - done):,.0f} s left" if done < self._total else ""
             self.say(f"{done:,} of {_counted(self._total, 'sequence')}{left}")
 
     def say(self, what: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._name}: {what}")
-        else:
+        self._bar.update(self._task, description=f"{self._name}: {what}")
+        if self._bar.disable:
             print(f"{self._name}: {what}", file=sys.stderr, flush=True)
 
 

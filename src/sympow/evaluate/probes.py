@@ -158,11 +158,8 @@ def associative_recall(
         )
         tokens = torch.from_numpy(np.insert(made, 0, vocabulary.boundary, axis=1))
         asked = torch.arange(2 * number + 2, length + 1, 2)
-        batches = tokens.split(max(1, BATCH_TOKENS // length))
-        scored = [score_answers(model, batch, asked, segment_size=segment_size, dtype=dtype) for batch in batches]
-        losses = torch.cat([answers.losses for answers in scored]).double()
-        right = torch.cat([answers.right for answers in scored])
-        found += _by_octave(number, _distances(made, number), losses, right, math.log(len(vocabulary.values)))
+        losses, right = score_answers(model, tokens, asked, segment_size=segment_size, dtype=dtype)
+        found += _by_octave(number, _distances(made, number), losses.double(), right, math.log(len(vocabulary.values)))
     return found
 
 
@@ -330,30 +327,14 @@ def _score(
     """Mean loss of whole answers, and the share of correct ones."""
     tokens = torch.from_numpy(np.stack([np.concatenate(pair) for pair in zip(rows, answers, strict=True)]).astype(int))
     places = torch.arange(tokens.shape[1] - answers.shape[1], tokens.shape[1])
-    batches = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1]))
-    scored = [score_answers(model, batch, places, segment_size=segment_size, dtype=dtype) for batch in batches]
-    losses = torch.cat([answers.losses.double().sum(1) for answers in scored])
-    right = torch.cat([answers.right.all(1) for answers in scored])
-    return losses.mean().item(), right.double().mean().item()
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The model's predictions of n tokens in each of b sequences.
-
-    Attributes:
-        losses: in nats, (b, n) float32 on the CPU.
-        right: whether the model predicted the token (argmax), (b, n) bool.
-    """
-
-    losses: Tensor
-    right: Tensor
+    losses, right = score_answers(model, tokens, places, segment_size=segment_size, dtype=dtype)
+    return losses.double().sum(1).mean().item(), right.all(1).double().mean().item()
 
 
 @torch.no_grad()
 def score_answers(
     model: GPT, tokens: Tensor, places: Tensor, *, segment_size: int = SEGMENT_SIZE, dtype: torch.dtype | None = None
-) -> Answers:
+) -> tuple[Tensor, Tensor]:
     """Losses of some tokens, each given all tokens before it. Logits are computed for these tokens only.
 
     Args:
@@ -362,27 +343,40 @@ def score_answers(
         places: positions of the tokens to score, (n,), ascending and at least 1; the same in every sequence.
         segment_size: tokens read at a time.
         dtype: dtype of autocast; None: no autocast.
+
+    Returns:
+        losses in nats, (b, n) float32, and whether the model predicted the token (argmax), (b, n) bool; on the CPU.
     """
     check_at_least("segment_size", segment_size, 1)
     if not len(places) or int(places.min()) < 1 or int(places.max()) >= tokens.shape[1]:
         raise ArgumentError(
             "places", f"must be one or more positions between 1 and {tokens.shape[1] - 1}, got {places}"
         )
-    device = model.embedding.weight.device
-    losses, right = [], []
     was_training = model.training
     model.eval()
     try:
-        for now, features in features_by_segment(model, tokens[:, :-1].to(device), segment_size, dtype):
-            # A token is predicted from the features of the one before it.
-            here = places[(places - 1 >= now.start) & (places - 1 < now.stop)]
-            if not len(here):
-                continue
-            targets = tokens[:, here].to(device)
-            chosen = features[:, (here - 1 - now.start).to(device)].float()
-            logits = linear(chosen, model.output_weight.float())
-            losses.append(cross_entropy(logits.mT, targets, reduction="none").cpu())
-            right.append((logits.argmax(-1) == targets).cpu())
+        batches = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1]))
+        losses, right = zip(
+            *(_score_batch(model, batch, places, segment_size, dtype) for batch in batches), strict=True
+        )
     finally:
         model.train(was_training)
-    return Answers(torch.cat(losses, dim=1), torch.cat(right, dim=1))
+    return torch.cat(losses), torch.cat(right)
+
+
+def _score_batch(
+    model: GPT, tokens: Tensor, places: Tensor, segment_size: int, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    device = model.embedding.weight.device
+    losses, right = [], []
+    for now, features in features_by_segment(model, tokens[:, :-1].to(device), segment_size, dtype):
+        # A token is predicted from the features of the one before it.
+        here = places[(places - 1 >= now.start) & (places - 1 < now.stop)]
+        if not len(here):
+            continue
+        targets = tokens[:, here].to(device)
+        chosen = features[:, (here - 1 - now.start).to(device)].float()
+        logits = linear(chosen, model.output_weight.float())
+        losses.append(cross_entropy(logits.mT, targets, reduction="none").cpu())
+        right.append((logits.argmax(-1) == targets).cpu())
+    return torch.cat(losses, dim=1), torch.cat(right, dim=1)

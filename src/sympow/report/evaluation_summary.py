@@ -72,7 +72,7 @@ def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any]
         unit,
     )
     losses = {name: one.losses.mean for name, one in found.items()}
-    plot_loss_by_position({"held-out documents": losses}, trained_at, written[2], unit)
+    plot_loss_by_position(losses, trained_at, written[2], unit)
     if any(one.recall or one.passkey for one in found.values()):
         written.append(folder / "probes.png")
         plot_probes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +28,6 @@ from sympow.report.plotting import (
 
 # A model has one color in both panels; the marker tells the probe and its number of pairs.
 PAIR_MARKERS, PASSKEY_MARKER = "osD^vX*<>", "P"
-
-
-def plot_loss_by_position(
-    panels: Mapping[str, Mapping[str, Tensor]], trained_at: int | None, path: Path, unit: str = "token"
-) -> None:
-    """Loss against position, averaged over growing ranges of positions.
-
-    Args:
-        panels: by title, then by variant: losses at each position, (length,).
-        trained_at: training context, drawn as a dashed line; None if it is unknown or differs between models.
-        path: PNG or SVG file to write; its folder is created.
-        unit: the name of one token, "token" or "byte".
-    """
-    styles = assign_styles((name, name) for curves in panels.values() for name in curves)
-    figure, axes_of_panels = make_panels(len(panels), width=5, height=3.7, sharey=True)
-    for axes, (title, curves) in zip(axes_of_panels, panels.items(), strict=True):
-        for name, losses in curves.items():
-            centres, means = averages_over_ranges(losses.tolist())
-            axes.plot(centres, means, label=name, **styles[name].for_matplotlib)
-        if trained_at is not None:
-            mark_training_context(axes, trained_at)
-        set_powers_of_two(axes)
-        axes.set_xlabel(f"position ({unit}s)")
-        set_title(axes, title)
-    axes_of_panels[0].set_ylabel(f"loss (nats per {unit})")
-    finish(figure, axes_of_panels, path)
 
 
 def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:
@@ -96,6 +70,25 @@ def plot_bench_rows(rows: Sequence[Row], setting: Setting, path: Path) -> None:
     plot_time_against_context(timings, title, path)
 
 
+def plot_loss_by_position(
+    losses: Mapping[str, Tensor], trained_at: int | None, path: Path, unit: str = "token"
+) -> None:
+    """Loss against position, averaged over growing ranges of positions.
+
+    Args:
+        losses: by model: at each position, (length,).
+        trained_at: training context, drawn as a dashed line; None if it is unknown or differs between models.
+        path: PNG or SVG file to write; its folder is created.
+        unit: the name of one token, "token" or "byte".
+    """
+    curves = {name: dict(zip(*averages_over_ranges(mean.tolist()), strict=True)) for name, mean in losses.items()}
+    figure, (axes,) = make_panels(1, width=5, height=3.7)
+    _draw_losses(axes, curves, trained_at, markers=False)
+    axes.set(xlabel=f"position ({unit}s)", ylabel=f"loss (nats per {unit})")
+    set_title(axes, "held-out documents")
+    finish(figure, [axes], path)
+
+
 def plot_loss_by_context(
     curves: Mapping[str, Mapping[int, float]], trained_at: int | None, path: Path, unit: str = "token"
 ) -> None:
@@ -103,20 +96,24 @@ def plot_loss_by_context(
 
     Args:
         curves: by model, then by context.
-        trained_at: training context, drawn as a dashed line; None if it is unknown or differs between models.
-        path: PNG or SVG file to write; its folder is created.
-        unit: the name of one token, "token" or "byte".
+        trained_at, path, unit: as in `plot_loss_by_position`.
     """
-    styles = assign_styles((name, name) for name in curves)
     figure, (axes,) = make_panels(1, width=6, height=3.7)
-    for name, by_context in curves.items():
-        shown = drawn_contexts(by_context, trained_at or 1)
-        axes.plot(list(shown), list(shown.values()), label=name, **styles[name].with_marker)
+    drawn = {name: drawn_contexts(by_context, trained_at or 1) for name, by_context in curves.items()}
+    _draw_losses(axes, drawn, trained_at, markers=True)
+    axes.set(xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
+    finish(figure, [axes], path)
+
+
+def _draw_losses(
+    axes: Any, curves: Mapping[str, Mapping[Any, float]], trained_at: int | None, *, markers: bool
+) -> None:
+    for name, style in assign_styles((name, name) for name in curves).items():
+        look = style.with_marker if markers else style.for_matplotlib
+        axes.plot(list(curves[name]), list(curves[name].values()), label=name, **look)
     if trained_at is not None:
         mark_training_context(axes, trained_at)
     set_powers_of_two(axes)
-    axes.set(xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
-    finish(figure, [axes], path)
 
 
 def plot_probes(
@@ -133,13 +130,11 @@ def plot_probes(
         unit: the name of one token, "token" or "byte".
     """
     styles = assign_styles((name, name) for name in [*recall, *passkey])
-    kinds = [kind for kind, content in (("recall", recall), ("passkey", passkey)) if content]
-    figure, panels = make_panels(len(kinds), width=5.5, height=3.7)
-    for axes, kind in zip(panels, kinds, strict=True):
-        if kind == "recall":
-            _draw_recall(axes, recall, styles)
-        else:
-            _draw_passkey(axes, passkey, styles)
+    kinds: list[tuple[Callable[..., None], Mapping[str, Any]]] = [(_draw_recall, recall), (_draw_passkey, passkey)]
+    drawn = [(draw, points) for draw, points in kinds if points]
+    figure, panels = make_panels(len(drawn), width=5.5, height=3.7)
+    for axes, (draw, points) in zip(panels, drawn, strict=True):
+        draw(axes, points, styles)
         set_powers_of_two(axes)
         axes.set_xlabel(f"distance ({unit}s)")
     finish(figure, panels, path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sympow.model.config import VARIANTS
+from sympow.report.plotting import Style, assign_styles
 from sympow.report.run_collection import Run
 
 # Settings in which runs of one group can differ: the seed, and how a run logs and saves.
@@ -153,6 +154,11 @@ def by_power(groups: Sequence[Group]) -> dict[str, list[Group]]:
         return group.context in contexts[power] or (power == powers[0] and group.context not in anywhere)
 
     return {f"p = {power}": [group for group in groups if belongs(group, power)] for power in powers}
+
+
+def styles_of(groups: Iterable[Group]) -> dict[str, Style]:
+    """The look of each series, by its name."""
+    return assign_styles((group.series, group.variant) for group in groups)
 
 
 def unit_of(groups: Iterable[Group]) -> str:

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sympow.evaluate.head_statistics import quantity_labels
+from sympow.evaluate.head_statistics import Matrix, quantity_labels
 from sympow.extras import require
 from sympow.report.curves import curve, mean_and_range, median_speed, smooth
-from sympow.report.grouping import Group, Spread, by_power, unit_of
+from sympow.report.grouping import Group, Spread, by_power, styles_of, unit_of
 from sympow.report.plotting import (
     Style,
     add_legend,
@@ -38,16 +38,10 @@ MISSING = "#d9d9d9"
 MOST_VALUES, VALUE_SIZE = 8, 7
 
 
-def draw_figures(
-    groups: Sequence[Group],
-    styles: Mapping[str, Style],
-    folder: Path,
-    report: Callable[[int, int], None] | None = None,
-) -> list[Path]:
+def draw_figures(groups: Sequence[Group], folder: Path, report: Callable[[int, int], None] | None = None) -> list[Path]:
     """Writes every figure for which there is data, as PNG and SVG.
 
     Args:
-        styles: by series.
         report: called after each figure with the number of figures drawn and their total.
 
     Returns:
@@ -56,7 +50,7 @@ def draw_figures(
     written = []
     # SVG files keep text as text, and the same data gives the same file.
     with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": "sympow", "font.size": 9}):
-        figures = list(_figures(groups, styles))
+        figures = list(_figures(groups))
         for number, (name, draw) in enumerate(figures, start=1):
             figure = draw()
             for suffix in FORMATS:
@@ -69,13 +63,11 @@ def draw_figures(
     return written
 
 
-Draw = Callable[[], Any]
-
-
-def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[tuple[str, Draw]]:
+def _figures(groups: Sequence[Group]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names of figures, and functions that draw them."""
     panels = by_power(groups)
     unit = unit_of(groups)
+    how: dict[str, Any] = {"styles": styles_of(groups), "unit": unit}
     against_context = {
         "final_loss_by_training_context": (f"training loss (nats per {unit})", lambda group: group.final_loss, False),
         "throughput_by_training_context": (f"training speed ({unit}s per second)", _speed, True),
@@ -85,19 +77,18 @@ def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[t
         known = {title: members for title, members in known.items() if members}
         # One training context is no axis: the table of final losses has the numbers.
         if len({g.context for members in known.values() for g in members}) > 1:
-            how: dict[str, Any] = {"number": number, "label": label, "from_zero": from_zero, "unit": unit}
-            yield name, partial(_against_context, panels=known, styles=styles, **how)
+            yield name, partial(_against_context, known, number, label, from_zero=from_zero, **how)
     for title, members in panels.items():
         evaluated = [g for g in members if any(run.evaluation for run in g.runs)]
         for context in sorted({g.context for g in evaluated}):
             here = [g for g in evaluated if g.context == context]
             name = f"loss_by_evaluation_context{_slug(title)}_trained_at_{context}"
-            yield name, partial(_beyond_training, groups=here, styles=styles, unit=unit)
-        yield f"training_curves{_slug(title)}", partial(_training_curves, groups=members, styles=styles, unit=unit)
+            yield name, partial(_beyond_training, here, **how)
+        yield f"training_curves{_slug(title)}", partial(_training_curves, members, **how)
     for group in groups:
         run = next((run for run in group.runs if run.heads and run.heads.quantities), None)
-        if run is not None:
-            yield f"heads/{run.name.replace('/', '_')}", partial(_heads, group=group, run=run)
+        if run is not None and run.heads is not None:
+            yield f"heads/{run.name.replace('/', '_')}", partial(_heads, group, run, run.heads.quantities)
 
 
 def _speed(group: Group) -> Spread | None:
@@ -106,39 +97,31 @@ def _speed(group: Group) -> Spread | None:
 
 def _against_context(
     panels: Mapping[str, Sequence[Group]],
-    styles: Mapping[str, Style],
     number: Callable[[Group], Spread | None],
     label: str,
+    *,
     from_zero: bool,
+    styles: Mapping[str, Style],
     unit: str,
 ) -> Any:
     """A number against the training context, a panel per power, error bars over the range of seeds (paper Fig. 1)."""
     figure, axes_of_panels = make_panels(len(panels), sharey=True)
-    for place, (axes, (title, members)) in enumerate(zip(axes_of_panels, panels.items(), strict=True)):
+    for axes, members in zip(axes_of_panels, panels.values(), strict=True):
         for series in dict.fromkeys(g.series for g in members):
             points = [(g.context, found) for g in members if g.series == series and (found := number(g))]
             points.sort(key=lambda point: point[0])
             contexts, spreads = [x for x, _ in points], [spread for _, spread in points]
             means = [s.mean for s in spreads]
             bars = [[s.mean - s.low for s in spreads], [s.high - s.mean for s in spreads]]
-            axes.errorbar(
-                contexts,
-                means,
-                yerr=bars if any(s.count > 1 for s in spreads) else None,
-                label=series,
-                capsize=2,
-                **styles[series].with_marker,
-            )
+            ranges = bars if any(s.count > 1 for s in spreads) else None
+            axes.errorbar(contexts, means, yerr=ranges, label=series, capsize=2, **styles[series].with_marker)
         set_context_ticks(axes, [g.context for g in members])
         axes.set_xlabel(f"training context ({unit}s)")
-        set_title(axes, _panel_title(place, len(panels), title))
-        tidy(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(plain_numbers())
     axes_of_panels[0].set_ylabel(label)
-    add_legend(figure, axes_of_panels)
-    return figure
+    return _finished(figure, axes_of_panels, list(panels))
 
 
 def _beyond_training(groups: Sequence[Group], styles: Mapping[str, Style], unit: str) -> Any:
@@ -150,16 +133,14 @@ def _beyond_training(groups: Sequence[Group], styles: Mapping[str, Style], unit:
     mark_training_context(axes, groups[0].context)
     set_powers_of_two(axes)
     axes.set(xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
-    tidy(axes)
-    add_legend(figure, [axes])
-    return figure
+    return _finished(figure, [axes])
 
 
 def _training_curves(groups: Sequence[Group], styles: Mapping[str, Style], unit: str) -> Any:
     """Loss against steps, a panel per training context, two to a row (paper Figs. 3 and 4)."""
     contexts = sorted({g.context for g in groups})
     figure, panels = make_panels(len(contexts), columns=min(2, len(contexts)))
-    for place, (axes, context) in enumerate(zip(panels, contexts, strict=True)):
+    for axes, context in zip(panels, contexts, strict=True):
         late = []
         for group in (g for g in groups if g.context == context):
             curves = []
@@ -177,16 +158,21 @@ def _training_curves(groups: Sequence[Group], styles: Mapping[str, Style], unit:
         axes.set(xlabel="step", ylabel=f"training loss (nats per {unit})")
         axes.xaxis.set_major_locator(_whole_numbers(6))
         axes.xaxis.set_major_formatter(plain_numbers())
-        set_title(axes, _panel_title(place, len(contexts), f"training context {context:,}"))
+    return _finished(figure, panels, [f"training context {context:,}" for context in contexts])
+
+
+def _finished(figure: Any, panels: Sequence[Any], titles: Sequence[str] = ()) -> Any:
+    """The figure with grid lines, a legend, and titles of its panels, which have letters if there are several."""
+    for axes in panels:
         tidy(axes)
+    for place, (axes, title) in enumerate(zip(panels, titles, strict=False)):
+        set_title(axes, f"({chr(ord('a') + place)}) {title}".rstrip() if len(panels) > 1 else title)
     add_legend(figure, panels)
     return figure
 
 
-def _heads(group: Group, run: Run) -> Any:
+def _heads(group: Group, run: Run, quantities: Mapping[str, Matrix]) -> Any:
     """Heat maps of layers against heads."""
-    assert run.heads is not None
-    quantities = run.heads.quantities
     # At most three in a row; four make two rows of two.
     rows = -(-len(quantities) // 3)
     figure, panels = make_panels(len(quantities), columns=-(-len(quantities) // rows), width=3.8)
@@ -250,11 +236,6 @@ def _line_with_range(axes: Any, found: Mapping[int, tuple[float, float, float]],
 def _whole_numbers(most: int) -> Any:
     """A locator of at most `most` ticks at integers."""
     return require("matplotlib.ticker", "report").MaxNLocator(most, integer=True)
-
-
-def _panel_title(place: int, panels: int, title: str) -> str:
-    letter = f"({chr(ord('a') + place)})" if panels > 1 else ""
-    return " ".join(part for part in (letter, title) if part)
 
 
 def _slug(title: str) -> str:

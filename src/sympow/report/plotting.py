@@ -51,7 +51,7 @@ class Style:
     @property
     def with_marker(self) -> dict[str, object]:
         """Arguments of `Axes.plot` for lines of few points, with the marker."""
-        return {**self.for_matplotlib, "marker": MARKERS[self.marker], "markersize": 4}
+        return {**self.for_matplotlib, "marker": MARKERS[self.marker][0], "markersize": 4}
 
 
 LIGHT_PAPER, DARK_PAPER = "#ffffff", "#14171c"
@@ -66,7 +66,15 @@ VARIANTS = {
 OTHERS = (Style("#0a332d", "#55fc9a", marker="star"), Style("#2a22e0", "#eed4dd", marker="square"))
 # Patterns that differ in kind and not just in length: solid, dashes, dots, dash-dot, dash-dot-dot.
 DASHES: tuple[tuple[int, ...], ...] = ((), (8, 3), (2, 3), (8, 3, 2, 3), (8, 3, 2, 3, 2, 3))
-MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x", "star": "*"}
+# By the names of styles: what matplotlib and what Plotly calls them.
+MARKERS = {
+    "circle": ("o", "circle"),
+    "square": ("s", "square"),
+    "diamond": ("D", "diamond"),
+    "triangle": ("^", "triangle-up"),
+    "cross": ("x", "x"),
+    "star": ("*", "star"),
+}
 
 # Methods that `sympow bench` times, without the name of the backend.
 METHODS = {
@@ -192,10 +200,10 @@ def set_title(axes: Any, title: str) -> None:
     axes.set_title(textwrap.fill(title, characters), fontsize=TITLE_SIZE)
 
 
-def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None:
+def set_context_ticks(axes: Any, contexts: Sequence[int]) -> None:
     """Makes the x axis logarithmic with a tick at every context; labels that would overlap are omitted."""
     contexts = sorted(set(contexts))
-    axes.set_xscale("log", base=base)
+    axes.set_xscale("log", base=2)
     if len(contexts) == 1:
         axes.set_xlim(contexts[0] / 2, contexts[0] * 2)
     low, high = map(math.log, axes.get_xlim())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from typing import Any
 
@@ -13,9 +13,9 @@ from sympow.evaluate.head_statistics import quantity_labels
 from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
-from sympow.report.grouping import Group, by_power, differing, plain_words, shown, unit_of
+from sympow.report.grouping import Group, by_power, differing, plain_words, shown, styles_of, unit_of
 from sympow.report.html_page import build_page, format_number, heat_map, notes_html, options, plain, six_digits
-from sympow.report.plotting import Style, drawn_contexts
+from sympow.report.plotting import MARKERS, Style, drawn_contexts
 from sympow.report.run_collection import Run, settings_help
 from sympow.train.run_folder import CONFIG_FILE
 
@@ -29,14 +29,6 @@ METRICS = {
     "utilisation": "MFU",
     "memory_gib": "memory (GiB)",
 }
-MARKERS = {
-    "circle": "circle",
-    "square": "square",
-    "diamond": "diamond",
-    "triangle": "triangle-up",
-    "cross": "x",
-    "star": "star",
-}
 # Units of time, and their seconds.
 CLOCKS = (("h", 3600), ("min", 60), ("s", 1))
 # About so many ticks at powers of two.
@@ -48,14 +40,13 @@ View = dict[str, Any]
 Points = Mapping[int, float] | Mapping[float, float]
 
 
-def build_report_page(title: str, groups: Sequence[Group], styles: Mapping[str, Style], notes: Sequence[str]) -> str:
+def build_report_page(title: str, groups: Sequence[Group], notes: Sequence[str]) -> str:
     """The report as HTML.
 
     Args:
-        styles: by series.
         notes: sentences for the reader, on missing data for example.
     """
-    data = report_data(groups, styles)
+    data = report_data(groups)
     runs = [run for group in groups for run in group.runs]
     seeds = len({run.settings["seed"] for run in runs})
     probes = data["views"]["probes"]
@@ -65,7 +56,7 @@ def build_report_page(title: str, groups: Sequence[Group], styles: Mapping[str, 
         "report",
         title,
         data,
-        series_css(styles),
+        series_css(styles_of(groups)),
         summary=f"{len(runs)} runs of {len(groups)} configs with {seeds} {'seed' if seeds == 1 else 'seeds'}",
         notes=notes_html(notes),
         unit=unit_of(groups),
@@ -92,12 +83,13 @@ def series_css(styles: Mapping[str, Style]) -> str:
     return f"\n:root {{ {colors}}}\n"
 
 
-def report_data(groups: Sequence[Group], styles: Mapping[str, Style]) -> dict[str, Any]:
+def report_data(groups: Sequence[Group]) -> dict[str, Any]:
     """What the page's script reads, with numbers rounded to six digits.
 
     `series`, `runs` and `grids` (lists of steps, contexts or seconds) are named by their places in the lists. `views`
     has, by section and choice, panels of lines: the curves of the seeds of each config, which the script joins.
     """
+    styles = styles_of(groups)
     panels = _Panels(groups, styles)
     return {
         "series": [_look(place, label, style) for place, (label, style) in enumerate(styles.items())],
@@ -126,7 +118,7 @@ def _look(place: int, label: str, style: Style) -> dict[str, Any]:
     line = {"color": color, "width": 2, "dash": ",".join(f"{length}px" for length in style.dash) or "solid"}
     trace = {"type": "scatter", "name": plain(label), "legendgroup": str(place)}
     silent = {**trace, "mode": "lines", "showlegend": False, "hoverinfo": "skip"}
-    marker = {"color": color, "size": 8, "symbol": MARKERS[style.marker]}
+    marker = {"color": color, "size": 8, "symbol": MARKERS[style.marker][1]}
     return {
         "label": label,
         "mean": {**trace, "kind": "mean", "line": line, "marker": marker, "hovertemplate": "%{customdata}"},
@@ -165,8 +157,18 @@ class _Panels:
         labels = {name: label.format(unit=self._unit) for name, label in METRICS.items()}
         names = dict.fromkeys(name for run in self._runs for name in metric_names(run))
         evaluations = [run.evaluation for run in self._runs if run.evaluation]
-        pairs = sorted({point["pairs"] for evaluation in evaluations for point in evaluation.recall})
-        passkey = any(evaluation.passkey for evaluation in evaluations)
+        probes = {
+            # Pairs are close together, far within any context.
+            str(n): self._probe(
+                f"associative recall of {n} {'pair' if n == 1 else 'pairs'}",
+                "share recalled",
+                partial(_recalled, pairs=n),
+                mark=False,
+            )
+            for n in sorted({point["pairs"] for evaluation in evaluations for point in evaluation.recall})
+        }
+        if any(evaluation.passkey for evaluation in evaluations):
+            probes["passkey"] = self._probe("passkey", "loss reduction (nats per key)", _retrieved, mark=True)
         return {
             "final": {
                 "final_loss": self._against_context(
@@ -182,7 +184,7 @@ class _Panels:
                 ),
                 "by_position": self._beyond(f"position ({self._unit}s)", "loss", _by_position),
             },
-            "probes": {str(n): self._recall(n) for n in pairs} | ({"passkey": self._passkey()} if passkey else {}),
+            "probes": probes,
             "curves": {
                 name: self._metric(name, labels.get(name, plain_words(name)))
                 for name in (*labels, *names)
@@ -218,14 +220,6 @@ class _Panels:
             "look": look,
             "across": across,
         }
-
-    def _recall(self, pairs: int) -> View:
-        label = f"associative recall of {pairs} {'pair' if pairs == 1 else 'pairs'}"
-        # Pairs are close together, far within any context.
-        return self._probe(label, "share recalled", lambda run: _recalled(run, pairs), mark=False)
-
-    def _passkey(self) -> View:
-        return self._probe("passkey", "loss reduction (nats per key)", _retrieved, mark=True)
 
     def _probe(self, label: str, y: str, curve_of: Callable[[Run], Points], *, mark: bool) -> View:
         panels = self._panels(lambda run: self._curve(run, curve_of(run)), "trained at", mark=mark)
@@ -279,8 +273,9 @@ class _Panels:
                 # Several configs with the same name, context and power are lines of their own.
                 lines: dict[object, dict[str, Any]] = {}
                 for group in sorted(members, key=lambda group: group.context):
-                    seeds = [one for run in group.runs if (one := curve_of(run))]
-                    if seeds and context in (None, group.context):
+                    if context not in (None, group.context):
+                        continue
+                    if seeds := [one for run in group.runs if (one := curve_of(run))]:
                         key = group.series if context is None else group.runs[0].folder
                         line = lines.setdefault(key, {"series": self.places[group.series], "configs": []})
                         line["configs"].append(seeds)

@@ -18,7 +18,6 @@ from sympow.files import write_atomically
 from sympow.model.storage import load_model
 from sympow.report.grouping import Group, Spread, group_runs, repeated_seeds
 from sympow.report.paper_figures import draw_figures
-from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import Collection, Run, collect
 from sympow.report.run_page import build_report_page
 from sympow.settings import TURNING
@@ -57,14 +56,13 @@ def write_report(
         collection = measure_missing_heads(collection, device)
     groups = group_runs(collection.runs)
     notes = collection.notes + repeated_seeds(groups) + _hidden_rotations(collection.runs)
-    styles = assign_styles((group.series, group.variant) for group in groups)
     with _progress() as progress:
         task = progress.add_task("drawing figures", total=None)
         figures = draw_figures(
-            groups, styles, out / "figures", lambda done, total: progress.update(task, completed=done, total=total)
+            groups, out / "figures", lambda done, total: progress.update(task, completed=done, total=total)
         )
     write_atomically(out / NUMBERS, _table(groups).encode())
-    write_atomically(out / PAGE, build_report_page(title, groups, styles, notes).encode())
+    write_atomically(out / PAGE, build_report_page(title, groups, notes).encode())
     return [out / PAGE, out / NUMBERS, *figures]
 
 
@@ -137,5 +135,5 @@ def _table(groups: Sequence[Group]) -> str:
     return text.getvalue()
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
