@@ -7,7 +7,7 @@ Modules and parameters have the names of `sympow.GPT`, so that a checkpoint of o
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
-from sympow.hf.model.cache import Segment, SympowCache, uncompiled
+from sympow.hf.model.cache import SympowCache
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.packing import check_continuation, packed_offsets
+from sympow.hf.past import uncompiled
 from sympow.layers.gates import LearnedGate
-from sympow.layers.mixers import LayerState
+from sympow.layers.mixers import LayerState, Mixer
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.layers.short_conv import ShortConvolution
@@ -188,7 +189,7 @@ class SympowModel(SympowPreTrainedModel):
         if use_cache and cache is None:
             cache = SympowCache()
         if cache is not None and cache.pending is not None:
-            before = cache.start(self, *cache.pending.mask.shape)
+            before = cache.start(self.mixers, cache.pending.inputs)
             _, state, _ = self._prefill(cache.pending.inputs, cache.pending.mask, before, True, None, False)
             assert state is not None
             cache.catch_up(state)
@@ -197,16 +198,14 @@ class SympowModel(SympowPreTrainedModel):
             x, hidden = uncompiled(self._step, inputs_embeds, cache, output_hidden_states)
             after = None
         else:
-            before = None if cache is None else cache.start(self, *shape)
+            before = None if cache is None else cache.start(self.mixers, inputs_embeds)
             x, after, hidden = self._prefill(
                 inputs_embeds, mask, before, bool(use_cache), offsets, output_hidden_states
             )
         if offsets is not None:
             x, hidden = x.reshape(*shape, -1), None if hidden is None else tuple(h.reshape(*shape, -1) for h in hidden)
         if cache is not None and after is not None:
-            if mask is None:
-                mask = torch.ones(shape, dtype=torch.bool, device=inputs_embeds.device)
-            cache.advance(after, Segment(inputs_embeds.detach(), mask))
+            cache.advance(after, inputs_embeds, mask)
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
@@ -214,6 +213,11 @@ class SympowModel(SympowPreTrainedModel):
         )
         by_name = self.config.return_dict if return_dict is None else return_dict
         return output if by_name else output.to_tuple()
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The attention layers."""
+        return [cast("SympowBlock", block).mixer for block in self.blocks]
 
     def _prefill(
         self,
@@ -241,12 +245,9 @@ class SympowModel(SympowPreTrainedModel):
         self, inputs: Tensor, cache: SympowCache, return_hidden: bool
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """The same for one token of each sequence, without gradients, with the caches of the layers."""
-        dtype = inputs.dtype
-        if torch.is_autocast_enabled(inputs.device.type):
-            dtype = torch.get_autocast_dtype(inputs.device.type)
         x = self.embedding_norm(inputs)
         hidden = []
-        for block, layer_cache in zip(self.blocks, cache.step(self, dtype), strict=True):
+        for block, layer_cache in zip(self.blocks, cache.step(self.mixers, inputs), strict=True):
             hidden.append(x)
             x, _ = block(x, None, False, None, cache=Sealed(layer_cache))
         x = self.final_norm(x)
