@@ -230,7 +230,7 @@ def most_positions(model: Any) -> int | None:
     from sympow.hf.swap.attention_parts import read_attention
 
     number, attention = next(iter(attention_modules(model).items()))
-    if read_attention(model, number, attention).rates is not None:
+    if read_attention(model, number, attention)["rates"] is not None:
         return None
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if found is None else int(found)
