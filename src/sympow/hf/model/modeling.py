@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.hf.model.cache import SympowCache
@@ -114,6 +114,7 @@ class SympowModel(SympowPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -123,11 +124,10 @@ class SympowModel(SympowPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **ignored: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Features of tokens.
 
         Args:
@@ -142,7 +142,6 @@ class SympowModel(SympowPreTrainedModel):
             use_cache: whether to return the cache; None: as in the config, but never in training. With gradient
                 checkpointing in training it is always False.
             output_hidden_states: whether to return the input of every block, and the output of the last.
-            return_dict: whether to return a ModelOutput, not a tuple.
             cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without a cache.
                 The values of `position_ids` and `seq_idx` are then not used, which saves a synchronization with a GPU.
             seq_idx: (b, t) or (1, t), numbers of packed documents, as an alternative to `position_ids`.
@@ -206,13 +205,11 @@ class SympowModel(SympowPreTrainedModel):
             x, hidden = x.reshape(*shape, -1), None if hidden is None else tuple(h.reshape(*shape, -1) for h in hidden)
         if cache is not None and after is not None:
             cache.advance(after, inputs_embeds, mask)
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
             hidden_states=hidden,
         )
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -272,6 +269,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -282,12 +280,11 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Logits of the token after each of the inputs.
 
         Args:
@@ -323,11 +320,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
                 after_padding = attention_mask[:, -labels.shape[1] : -1] == 0
                 labels = labels.masked_fill(torch.nn.functional.pad(after_padding, (1, 0)), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=features.past_key_values, hidden_states=features.hidden_states
         )
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
@@ -364,6 +359,7 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -373,10 +369,8 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **others: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+    ) -> SequenceClassifierOutputWithPast:
         """Scores after the last token of each text, (b, num_labels).
 
         Args:
@@ -402,7 +396,6 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=bool(use_cache),
-            output_hidden_states=output_hidden_states,
             return_dict=True,
             **others,
         )
@@ -417,11 +410,9 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        output = SequenceClassifierOutputWithPast(
+        return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, past_key_values=features.past_key_values, hidden_states=features.hidden_states
         )
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
 
 
 def _shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size:
