@@ -17,7 +17,7 @@ from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
 from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
-from sympow.hf.without_code import load_without_code
+from sympow.hf.transformers_module import load_without_code
 from sympow.parsing import read_json
 
 CONFIG_FILE = "config.json"

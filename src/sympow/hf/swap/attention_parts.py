@@ -128,7 +128,9 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
 def weights_dropout(attention: nn.Module) -> float:
     """The probability of dropping attention weights in training, which a swapped layer cannot apply."""
     fused = getattr(attention, WEIGHTS_DROPOUT, None)
-    return float(getattr(attention, "attention_dropout", 0.0) or 0.0) if fused is None else float(getattr(fused, "p", 0.0))
+    return (
+        float(getattr(attention, "attention_dropout", 0.0) or 0.0) if fused is None else float(getattr(fused, "p", 0.0))
+    )
 
 
 def _head_shape(model: PreTrainedModel, attention: nn.Module) -> tuple[int, int, int]:
