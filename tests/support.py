@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreter
 import sympow
-from sympow.generation.cache import empty_windows
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.kernels import device_limits
@@ -301,11 +300,6 @@ def flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
-
-
-def break_even_tokens(model: sympow.GPT) -> int:
-    """The most tokens whose keys and values take no more bytes than a state."""
-    return empty_windows(model, 1)[0].break_even_tokens
 
 
 def decode(model: sympow.GPT, prefix: Prefix, tokens: Tensor, **options: Any) -> tuple[Tensor, Prefix]:

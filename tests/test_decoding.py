@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support import assert_close, break_even_tokens, decode
+from support import assert_close, decode
 from sympow import GPT, GPTConfig
+from sympow.generation.cache import break_even_tokens
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 
-from support import break_even_tokens, decode
+from support import decode
 from sympow import GPT, GPTConfig
+from sympow.generation.cache import break_even_tokens
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate

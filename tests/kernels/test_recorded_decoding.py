@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from support import assert_close, break_even_tokens, interpreted
+from support import assert_close, interpreted
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow import GPT, GPTConfig
 from sympow.generation import cache as cache_module
 from sympow.generation import decoder as decoding_module
+from sympow.generation.cache import break_even_tokens
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.ops import window as window_module

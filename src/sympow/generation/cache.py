@@ -208,6 +208,11 @@ def fold(state: ModelState) -> ModelState:
     return tuple(layer.folded() if isinstance(layer, Window) else layer for layer in state)
 
 
+def break_even_tokens(model: GPT) -> int:
+    """The most tokens whose keys and values take no more bytes than a state, for symmetric power attention."""
+    return empty_windows(model, 1)[0].break_even_tokens
+
+
 def state_nbytes(windows: ModelState) -> int:
     """The bytes of a state in place of these keys and values."""
     held = [w for w in windows if isinstance(w, Window)]
