@@ -203,26 +203,6 @@ class TestContinuing:
             out = model.generate(whole, past_key_values=copy.deepcopy(cache), max_new_tokens=5, do_sample=False)
             assert torch.equal(out, expected)
 
-    @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}])
-    def test_what_was_read_in_inference_mode_goes_on_outside_of_it(self, make, tokens, kind):
-        model, ids = make(**kind), tokens(1, 9)
-        with torch.inference_mode():
-            cache = model(ids[:, :5]).past_key_values
-            model(ids[:, 5:6], past_key_values=cache)
-        with torch.no_grad():
-            out = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in (6, 7)]
-            out.append(model(ids[:, 8:], past_key_values=cache).logits)
-            assert_close(torch.cat(out, 1), model(ids).logits[:, 6:], 1e-9, "logits")
-
-    def test_gradients_flow_through_what_a_cache_kept(self, make, tokens):
-        model, ids = make(), tokens(1, 9)
-        cache = model(ids[:, :4]).past_key_values
-        model(ids[:, 4:], past_key_values=cache).logits.sum().backward()
-        found = model.model.blocks[0].mixer.qkv_proj.weight.grad.clone()
-        model.zero_grad()
-        model(ids).logits[:, 4:].sum().backward()
-        assert_close(found, model.model.blocks[0].mixer.qkv_proj.weight.grad, 1e-9, "gradient")
-
 
 class TestMemory:
     """The cache policy during decoding."""
@@ -311,7 +291,7 @@ class TestCache:
 
     @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
     @torch.no_grad()
-    def test_so_are_they_between_single_tokens(self, make, tokens, mixer):
+    def test_sequences_are_selected_between_single_tokens(self, make, tokens, mixer):
         model, ids = make(mixer=mixer), tokens(3, 8)
         cache = model(ids[:, :5]).past_key_values
         model(ids[:, 5:6], past_key_values=cache)
@@ -323,90 +303,6 @@ class TestCache:
         out = model(ids[:, 6:], past_key_values=fork).logits
         assert_close(out, model(ids).logits[:, 6:], 1e-9, "the fork")
         assert (len(fork), len(fork.layers)) == (2, 2)
-
-    def test_sequences_are_reordered_selected_and_repeated(self, cache):
-        kv = cache.state[1].kv
-        cache.reorder_cache(torch.tensor([2, 0, 1]))
-        assert torch.equal(cache.state[1].kv, kv[[2, 0, 1]])
-        cache.batch_select_indices(torch.tensor([0, 2]))
-        assert torch.equal(cache.state[1].kv, kv[[2, 1]])
-        cache.batch_repeat_interleave(2)
-        assert torch.equal(cache.state[1].kv, kv[[2, 2, 1, 1]])
-        assert cache.batch_size == 4
-        assert cache.get_seq_length() == 6
-
-    def test_a_state_gives_no_tokens_back(self, cache):
-        with pytest.raises(
-            ValueError, match=r"tokens_to_remove is 2 tokens, but 0 were recorded: tokens can be removed"
-        ):
-            cache.crop(-2)
-        with pytest.raises(ValueError, match=r"tokens_to_remove must not be positive"):
-            cache.crop(3)
-        with pytest.raises(ValueError, match=r"tokens_to_remove is 2 tokens"):
-            cache.crop(torch.tensor(-2))
-        cache.crop(0)
-        assert cache.get_seq_length() == 6
-
-    @torch.no_grad()
-    def test_recorded_tokens_can_be_taken_back(self, model, cache, tokens):
-        ids, more = tokens(3, 6), tokens(3, 5, seed=4)
-        cache.activate_past_recording()
-        model(more[:, :2], past_key_values=cache)
-        model(more[:, 2:], past_key_values=cache)
-        with pytest.raises(ValueError, match="tokens_to_remove is 6 tokens, but 5 were recorded"):
-            cache.crop(-6)
-        cache.crop(torch.tensor(-2))  # as assisted generation counts
-        assert cache.get_seq_length() == 9
-        assert type(cache.get_seq_length()) is int
-        cache.reorder_cache(torch.tensor([1, 0, 2]))
-        out = model(more[[1, 0, 2], 3:4], past_key_values=cache)
-        expected = model(torch.cat([ids, more[:, :4]], dim=1)).logits[[1, 0, 2], -1:]
-        assert_close(out.logits, expected, 1e-9, "logits")
-        with pytest.raises(ValueError, match="tokens_to_remove is 2 tokens, but 1 were recorded"):
-            cache.crop(-2)
-        cache.crop(-1)
-        assert cache.pending is None
-        assert_close(model(more[[1, 0, 2], 3:4], past_key_values=cache).logits, expected, 1e-9, "logits")
-        cache.crop(0)
-        with pytest.raises(ValueError, match="but 0 were recorded"):
-            cache.crop(-1)
-
-    @pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
-    @torch.no_grad()
-    def test_so_are_those_to_be_read_again_from_the_first_token_on(self, model, tokens, change):
-        ids = tokens(3, 9)
-        cache = SympowCache()
-        cache.activate_past_recording()
-        model(ids[:, :8], past_key_values=cache)
-        cache.crop(-3)
-        argument, rows = (2, [0, 0, 1, 1, 2, 2]) if "repeat" in change else (torch.tensor([2, 0]), [2, 0])
-        getattr(cache, change)(argument)
-        assert cache.batch_size == len(rows)
-        out = model(ids[rows, 5:7], past_key_values=cache)
-        assert_close(out.logits, model(ids[rows, :7]).logits[:, 5:], 1e-9, "logits")
-
-    @torch.no_grad()
-    def test_a_cache_without_all_its_tokens_takes_another_batch(self, model, tokens):
-        ids, cache = tokens(3, 6), SympowCache()
-        cache.activate_past_recording()
-        model(tokens(2, 4, seed=5), past_key_values=cache)
-        cache.crop(-4)
-        assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
-        assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, 1e-9, "logits")
-        assert cache.batch_size == 3
-
-    @torch.no_grad()
-    def test_recording_ends_with_a_reset(self, model, tokens):
-        cache = SympowCache()
-        model.generate(tokens(1, 6), past_key_values=cache, max_new_tokens=4, prompt_lookup_num_tokens=2)
-        assert cache.is_recording_past()
-        cache.reset()
-        assert not cache.is_recording_past()
-        ids = tokens(1, 8)
-        out = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(8)]
-        assert_close(torch.cat(out, 1), model(ids).logits, 1e-9, "logits")
-        with pytest.raises(ValueError, match="but 0 were recorded"):
-            cache.crop(-1)
 
     def test_forgetting_everything(self, cache):
         cache.reset()
@@ -494,18 +390,3 @@ class TestAsTransformersTestsIt:
         assert out.shape == (4, 14)
         assert len({tuple(row) for row in out.tolist()}) > 1
         assert (out[:, :6] == ids).all()
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(make, tokens):
-    """A state replaces the keys and values of more than 5 tokens, in a step of one token or in a segment."""
-    model, ids = make(), tokens(1, 7)
-    expected = model(ids, use_cache=False).logits
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-    for segments in ([4, 1, 1, 1], [2, 1, 1, 3]):
-        cache = SympowCache()
-        found = [compiled(part, past_key_values=cache, use_cache=True).logits for part in ids.split(segments, dim=1)]
-        assert_close(torch.cat(found, dim=1), expected, 1e-9, "logits")
-        assert cache.state[0].kv is not None

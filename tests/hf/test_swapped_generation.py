@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from support import assert_close
-from sympow.hf import StateLayer, attention_modules, swapped_layers
+from sympow.hf import StateLayer, swapped_layers
 from sympow.ops.state import State
 from sympow.ops.window import Window
 
@@ -262,109 +262,6 @@ def test_a_model_without_softmax_makes_no_mask_of_all_pairs(swapped, tokens, mon
 
 
 @pytest.mark.parametrize("layers", ["all", "every-other"])
-@pytest.mark.parametrize("segments", [[6], [6, 1], [30, 1]])
-@torch.no_grad()
-def test_sequences_of_a_cache_are_selected_and_repeated(swapped, tokens, layers, segments):
-    model, ids = swapped(layers=layers), tokens(3, 40)
-    length = sum(segments)
-    expected = model(ids[:, : length + 2], use_cache=False).logits
-    changes = {
-        "reorder_cache": (torch.tensor([2, 0, 1]), torch.tensor([2, 0, 1])),
-        "batch_select_indices": (torch.tensor([1, 1]), torch.tensor([1, 1])),
-        "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
-    }
-    for method, (argument, rows) in changes.items():
-        _, cache = read(model, ids, segments)
-        getattr(cache, method)(argument)
-        found, _ = read(model, ids[rows][:, length : length + 2], [1, 1], cache)
-        assert_close(found, expected[rows][:, -2:], 1e-9, method)
-        for layer in states(model, cache):
-            assert layer.batch_size == len(rows)
-
-
-@torch.no_grad()
-def test_a_reset_cache_is_an_empty_one(swapped, tokens):
-    # Of layers of our own: before 5.18, transformers fills its own with zeros instead.
-    model, ids = swapped(layers="all"), tokens(2, 9)
-    expected, cache = read(model, ids, [8, 1])
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert cache.layers[0].nbytes == 0
-    again, _ = read(model, ids, [8, 1], cache)
-    assert_close(again, expected, 1e-12, "logits")
-
-
-@torch.no_grad()
-def test_tokens_are_removed_only_where_they_were_recorded(swapped, tokens):
-    model, ids = swapped(layers=[1]), tokens(1, 5)
-    _, cache = read(model, ids, [5])
-    with pytest.raises(
-        ValueError, match=r"2 tokens, but 0 were recorded: .* only if activate_past_recording was called"
-    ):
-        cache.layers[1].crop(-2)
-    with pytest.raises(ValueError, match="must not be positive"):
-        cache.layers[1].crop(2)
-    assert not cache.is_croppable
-    with pytest.raises(TypeError, match="update is not supported"):
-        cache.layers[1].update(None, None)
-
-
-@pytest.mark.parametrize("layers", ["all", [0]])
-@pytest.mark.parametrize("first", [0, 5])
-@torch.no_grad()
-def test_removed_tokens_leave_no_trace(swapped, tokens, layers, first):
-    model, ids = swapped(layers=layers), tokens(2, 12)
-    other = tokens(2, 12, seed=9)
-    cache = DynamicCache(config=model.config)
-    for index in swapped_layers(model):
-        cache.layers[index] = StateLayer()
-    if first:
-        read(model, ids[:, :first], [first - 1, 1], cache)
-    cache.activate_past_recording()
-    read(model, torch.cat([ids[:, first:8], other[:, :2]], dim=1), [6 - first, 4], cache)
-    cache.crop(-2)
-    assert cache.get_seq_length() == 8
-    cache.reorder_cache(torch.tensor([1, 0]))
-    expected = model(ids, use_cache=False).logits
-    found, _ = read(model, ids.flip(0)[:, 8:], [1, 3], cache)
-    assert_close(found, expected.flip(0)[:, 8:], 1e-9, "logits")
-    cache.crop(0)
-    with pytest.raises(ValueError, match="but 0 were recorded"):
-        cache.layers[swapped_layers(model)[0]].crop(-1)
-
-
-@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
-@torch.no_grad()
-def test_sequences_to_be_read_again_from_the_first_token_on_are_selected(swapped, tokens, change):
-    model, ids = swapped(), tokens(3, 9)
-    cache = DynamicCache(config=model.config)
-    for index in swapped_layers(model):
-        cache.layers[index] = StateLayer()
-    cache.activate_past_recording()
-    read(model, ids[:, :8], [8], cache)
-    cache.crop(-3)
-    argument, rows = (2, [0, 0, 1, 1, 2, 2]) if "repeat" in change else (torch.tensor([2, 0]), [2, 0])
-    getattr(cache, change)(argument)
-    assert all(layer.batch_size == len(rows) for layer in cache.layers)
-    found, _ = read(model, ids[rows, 5:7], [2], cache)
-    assert_close(found, model(ids[rows, :7], use_cache=False).logits[:, 5:], 1e-9, "logits")
-
-
-@torch.no_grad()
-def test_recording_ends_with_a_reset(swapped, tokens):
-    model, ids = swapped(), tokens(1, 8)
-    cache = DynamicCache(config=model.config)
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, prompt_lookup_num_tokens=2, **GREEDY)
-    assert all(layer.record_past for layer in cache.layers)
-    cache.reset()
-    assert not any(layer.record_past for layer in cache.layers)
-    found, _ = read(model, ids, [1] * 8, cache)
-    assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
-    with pytest.raises(ValueError, match="but 0 were recorded"):
-        cache.layers[0].crop(-1)
-
-
-@pytest.mark.parametrize("layers", ["all", "every-other"])
 @torch.no_grad()
 def test_assisted_generation_gives_what_the_model_gives_alone(swapped, pretrained, tokens, layers):
     model, ids = swapped(layers=layers), tokens(1, 6)
@@ -378,45 +275,6 @@ def test_assisted_generation_gives_what_the_model_gives_alone(swapped, pretraine
     for layer in (1, 2):
         found = model.generate(ids, max_new_tokens=12, assistant_early_exit=layer, **GREEDY)
         assert found.tolist() == expected.tolist()
-
-
-def test_gradients_pass_through_a_cache(swapped, tokens):
-    model, ids = swapped(layers=[0, 2]), tokens(1, 12)
-    weight = attention_modules(model)[0].k_proj.weight
-
-    def gradient(segments):
-        model.zero_grad()
-        logits, _ = read(model, ids, segments)
-        logits.log_softmax(-1)[:, -1, 0].sum().backward()
-        return weight.grad.clone()
-
-    expected = gradient([12])
-    assert expected.abs().max() > 1e-6
-    assert_close(gradient([7, 1, 4]), expected, 1e-9, "gradient", relative=True)
-
-
-@torch.inference_mode()
-def test_a_cache_of_inference_mode_is_used_outside_of_it(swapped, tokens):
-    model, ids = swapped(), tokens(1, 8)
-    expected = model(ids, use_cache=False).logits
-    _, cache = read(model, ids[:, :6], [5, 1])
-    with torch.inference_mode(False), torch.no_grad():
-        found, _ = read(model, ids[:, 6:].clone(), [1, 1], cache)
-    assert_close(found, expected[:, 6:], 1e-9, "logits")
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(swapped, tokens):
-    """A state replaces the keys and values of more than 19 tokens, in a step of one token or in a segment."""
-    model = swapped(layers=[0, 2])
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-    for segments in ([18, 1, 1, 1], [16, 1, 1, 4]):
-        ids = tokens(1, sum(segments))
-        found, cache = read(compiled, ids, segments, DynamicCache(config=model.config))
-        assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
-        assert cache.layers[0].past.kv is not None
 
 
 @torch.no_grad()

@@ -112,4 +112,4 @@ def test_nothing_else_calls_from_pretrained():
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
     }
-    assert found == {"hf/without_code.py"}
+    assert found == {"hf/transformers_module.py"}

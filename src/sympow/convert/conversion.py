@@ -52,8 +52,7 @@ from sympow.data.provenance import TrainedOn
 from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.files import naming, write_atomically
-from sympow.hf.quiet import quiet
-from sympow.hf.without_code import load_without_code
+from sympow.hf.transformers_module import load_without_code, quiet
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
 from sympow.train.loop import Surroundings, surroundings

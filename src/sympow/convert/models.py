@@ -18,7 +18,7 @@ from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
 from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
-from sympow.hf.without_code import load_without_code
+from sympow.hf.transformers_module import load_without_code
 from sympow.parsing import read_json
 
 CONFIG_FILE = "config.json"
@@ -231,7 +231,7 @@ def most_positions(model: Any) -> int | None:
     from sympow.hf.swap.attention_parts import read_attention
 
     number, attention = next(iter(attention_modules(model).items()))
-    if read_attention(model, number, attention).rates is not None:
+    if read_attention(model, number, attention)["rates"] is not None:
         return None
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if found is None else int(found)

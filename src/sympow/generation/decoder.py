@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sympow.errors import ArgumentError, ArgumentTypeError
-from sympow.generation.cache import CachePolicy, DecodingCache
+from sympow.generation.cache import CachePolicy, DecodingCache, activation_dtype, mixers_of
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT
 
@@ -146,7 +146,8 @@ class Decoder:
         self._model = model
         self._capture = graphs and prefix.logits.is_cuda
         self._token = torch.zeros(prefix.batch, dtype=torch.int64, device=prefix.logits.device)
-        self._cache = DecodingCache(model, prefix.state, tokens=tokens, cache_policy=cache_policy, owned=owned)
+        how: dict[str, Any] = {"tokens": tokens, "cache_policy": cache_policy, "owned": owned}
+        self._cache = DecodingCache(mixers_of(model), prefix.state, activation_dtype(model), **how)
         self._reset_graphs()
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -20,10 +20,8 @@ from sympow.hf.model.conversion import (
     load_whole,
     to_native,
 )
-from sympow.hf.quiet import quiet
 from sympow.hf.swap.swapped_gpt import SwappedGPT
-from sympow.hf.transformers_module import SWAPPED_TYPE
-from sympow.hf.without_code import load_without_code
+from sympow.hf.transformers_module import SWAPPED_TYPE, load_without_code, quiet
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
 

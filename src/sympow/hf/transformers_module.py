@@ -1,9 +1,16 @@
-"""Where this package meets transformers: its version, the type of swapped models, and classes found by name."""
+"""Where this package meets transformers: its version, classes found by name, loading without code or progress bars."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from sympow.errors import UserError
 from sympow.extras import require
 
 transformers = require("transformers", "hf")
@@ -37,3 +44,51 @@ def publish(*classes: type) -> None:
     """
     for published in classes:
         setattr(type(transformers), published.__name__, published)
+
+
+def load_without_code(kind: Any, source: Path | str, **options: Any) -> Any:
+    """`kind.from_pretrained(source, **options)`, without running code that comes with the source, or asking whether to.
+
+    This package loads folders and repositories of transformers in no other way.
+
+    Args:
+        kind: an Auto class or a model class.
+
+    Raises:
+        ValueError: the source cannot be loaded without its own code.
+    """
+    try:
+        return kind.from_pretrained(str(source), trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(f"{source} has code of its own (auto_map), which sympow never runs") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Turns off the progress bars and notices of transformers while the block runs.
+
+    sympow itself says what it loads and writes, and refuses models that lack tensors. Downloads, which take long, keep
+    their progress bars on a terminal.
+    """
+    logging, hub = transformers.utils.logging, require("huggingface_hub.utils", "hf")
+    bars, downloads = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    verbosity = logging.get_verbosity()
+    # This turns off those of downloads too.
+    logging.disable_progress_bar()
+    if downloads and sys.stderr.isatty():
+        hub.enable_progress_bars()
+    # Unless the user has asked for notices.
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        if downloads:
+            hub.enable_progress_bars()
+        else:
+            hub.disable_progress_bars()

@@ -16,11 +16,12 @@ def forward_hooks(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], call: Callable[[str, nn.Module, Any], None]
 ) -> Iterator[None]:
     """While the block runs, calls `call(name, module, output)` after each forward pass of a module of these kinds."""
-    handles = [
-        module.register_forward_hook(partial(_call_with_output, call, name))
-        for name, module in model.named_modules()
-        if isinstance(module, kinds)
-    ]
+
+    def hook(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        call(name, module, output)
+
+    chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    handles = [module.register_forward_hook(partial(hook, name)) for name, module in chosen]
     try:
         # Compiled graphs would not run the hooks.
         with torch.compiler.set_stance("force_eager"):
@@ -28,9 +29,3 @@ def forward_hooks(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _call_with_output(
-    call: Callable[[str, nn.Module, Any], None], name: str, module: nn.Module, _: Any, output: Any
-) -> None:
-    call(name, module, output)

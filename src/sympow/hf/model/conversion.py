@@ -25,8 +25,7 @@ from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.files import check_can_write
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.modeling import SympowForCausalLM
-from sympow.hf.transformers_module import SWAPPED_TYPE
-from sympow.hf.without_code import load_without_code
+from sympow.hf.transformers_module import SWAPPED_TYPE, load_without_code
 from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE, load_model, save_model
 from sympow.parsing import read_json

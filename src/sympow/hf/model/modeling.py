@@ -7,7 +7,7 @@ Modules and parameters have the names of `sympow.GPT`, so that a checkpoint of o
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
 
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
-from sympow.hf.model.cache import Segment, SympowCache, uncompiled
+from sympow.hf.model.cache import SympowCache
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.packing import check_continuation, packed_offsets
+from sympow.hf.past import uncompiled
 from sympow.layers.gates import LearnedGate
-from sympow.layers.mixers import LayerState
+from sympow.layers.mixers import LayerState, Mixer
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.layers.short_conv import ShortConvolution
@@ -113,6 +115,7 @@ class SympowModel(SympowPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -122,11 +125,10 @@ class SympowModel(SympowPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **ignored: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Features of tokens.
 
         Args:
@@ -141,7 +143,6 @@ class SympowModel(SympowPreTrainedModel):
             use_cache: whether to return the cache; None: as in the config, but never in training. With gradient
                 checkpointing in training it is always False.
             output_hidden_states: whether to return the input of every block, and the output of the last.
-            return_dict: whether to return a ModelOutput, not a tuple.
             cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without a cache.
                 The values of `position_ids` and `seq_idx` are then not used, which saves a synchronization with a GPU.
             seq_idx: (b, t) or (1, t), numbers of packed documents, as an alternative to `position_ids`.
@@ -188,7 +189,7 @@ class SympowModel(SympowPreTrainedModel):
         if use_cache and cache is None:
             cache = SympowCache()
         if cache is not None and cache.pending is not None:
-            before = cache.start(self, *cache.pending.mask.shape)
+            before = cache.start(self.mixers, cache.pending.inputs)
             _, state, _ = self._prefill(cache.pending.inputs, cache.pending.mask, before, True, None, False)
             assert state is not None
             cache.catch_up(state)
@@ -197,23 +198,24 @@ class SympowModel(SympowPreTrainedModel):
             x, hidden = uncompiled(self._step, inputs_embeds, cache, output_hidden_states)
             after = None
         else:
-            before = None if cache is None else cache.start(self, *shape)
+            before = None if cache is None else cache.start(self.mixers, inputs_embeds)
             x, after, hidden = self._prefill(
                 inputs_embeds, mask, before, bool(use_cache), offsets, output_hidden_states
             )
         if offsets is not None:
             x, hidden = x.reshape(*shape, -1), None if hidden is None else tuple(h.reshape(*shape, -1) for h in hidden)
         if cache is not None and after is not None:
-            if mask is None:
-                mask = torch.ones(shape, dtype=torch.bool, device=inputs_embeds.device)
-            cache.advance(after, Segment(inputs_embeds.detach(), mask))
-        output = BaseModelOutputWithPast(
+            cache.advance(after, inputs_embeds, mask)
+        return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
             hidden_states=hidden,
         )
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The attention layers."""
+        return [cast("SympowBlock", block).mixer for block in self.blocks]
 
     def _prefill(
         self,
@@ -241,12 +243,9 @@ class SympowModel(SympowPreTrainedModel):
         self, inputs: Tensor, cache: SympowCache, return_hidden: bool
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """The same for one token of each sequence, without gradients, with the caches of the layers."""
-        dtype = inputs.dtype
-        if torch.is_autocast_enabled(inputs.device.type):
-            dtype = torch.get_autocast_dtype(inputs.device.type)
         x = self.embedding_norm(inputs)
         hidden = []
-        for block, layer_cache in zip(self.blocks, cache.step(self, dtype), strict=True):
+        for block, layer_cache in zip(self.blocks, cache.step(self.mixers, inputs), strict=True):
             hidden.append(x)
             x, _ = block(x, None, False, None, cache=Sealed(layer_cache))
         x = self.final_norm(x)
@@ -271,6 +270,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -281,12 +281,11 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Logits of the token after each of the inputs.
 
         Args:
@@ -322,11 +321,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
                 after_padding = attention_mask[:, -labels.shape[1] : -1] == 0
                 labels = labels.masked_fill(torch.nn.functional.pad(after_padding, (1, 0)), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=features.past_key_values, hidden_states=features.hidden_states
         )
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
@@ -363,6 +360,7 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -372,10 +370,8 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **others: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+    ) -> SequenceClassifierOutputWithPast:
         """Scores after the last token of each text, (b, num_labels).
 
         Args:
@@ -401,7 +397,6 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=bool(use_cache),
-            output_hidden_states=output_hidden_states,
             return_dict=True,
             **others,
         )
@@ -416,11 +411,9 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        output = SequenceClassifierOutputWithPast(
+        return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, past_key_values=features.past_key_values, hidden_states=features.hidden_states
         )
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
 
 
 def _shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size:

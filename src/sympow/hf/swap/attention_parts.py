@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sympow.errors import ArgumentError, UserError
 from sympow.hf.swap.attention_function import UNSUPPORTED
 from sympow.hf.swap.swapped_attention import SwappedAttention
-from sympow.layers.projections import FusedProjections, Projections, SeparateProjections
+from sympow.layers.mixers import ConformalAttention
 from sympow.ops.rotary import rotate, wrap_angle
 
 # Types of rotary embeddings whose rates are the same for texts of any length.
@@ -38,27 +37,6 @@ TOLERANCE = 0.03
 # shows; the latter is smaller in float16, so that nothing overflows.
 SIZES = (1.0, 100.0)
 FLOAT16_SIZES = (1.0, 10.0)
-
-
-@dataclass(frozen=True)
-class AttentionParts:
-    """What a swapped layer takes over from a softmax layer.
-
-    Attributes:
-        modules: the submodules to take over, by argument of `from_projections`.
-        names: their names in the softmax layer, by argument of `from_projections`.
-        width: size of the residual stream.
-        projections: how the submodules project; with pairs "half" if there is a rotation.
-        rates: rotation rates θ (d/2,) in float64; None: no rotation.
-        dropout: probability of dropping attention weights in training, which a swapped layer cannot apply.
-    """
-
-    modules: dict[str, nn.Module]
-    names: dict[str, str]
-    width: int
-    projections: Projections
-    rates: Tensor | None
-    dropout: float
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -95,8 +73,12 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     return dict(sorted(found.items()))
 
 
-def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> AttentionParts:
+def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> dict[str, Any]:
     """The parts that a swapped layer takes over from the softmax attention of layer `index`.
+
+    Returns:
+        arguments of `SwappedAttention.from_projections`: the submodules with their names, the sizes, and the rotation
+        rates θ (d/2,) in float64, or None without a rotation.
 
     Raises:
         ValueError: the module is not supported; the message says why.
@@ -123,31 +105,32 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
         if sizes - {(head_dim,)}:
             raise UserError(f"{where} must have a {name} of each head, of size {head_dim}; its is of {sorted(sizes)}")
     rates = None if fused else _rates(model, head_dim)
-    how: dict[str, Any] = {
-        "heads": heads,
-        "key_value_heads": key_value_heads,
-        "head_dim": head_dim,
-        "pairs": "interleaved" if rates is None else "half",
-        "q_norm": names.get("q_norm"),
-        "k_norm": names.get("k_norm"),
-        "out_dropout": names.get("out_dropout"),
-    }
-    projections: Projections
-    if fused:
-        projections = FusedProjections(qkv="c_attn", out="c_proj", **how)
-        dropout = float(getattr(children.get(WEIGHTS_DROPOUT), "p", 0.0))
-    else:
-        projections = SeparateProjections(**how)
-        dropout = float(getattr(attention, "attention_dropout", 0.0) or 0.0)
-    width = model.config.get_text_config().hidden_size
-    modules = {argument: children[name] for argument, name in names.items()}
+    modules: dict[str, nn.Module | None] = {"k": None, "v": None}
+    modules |= {argument: children[name] for argument, name in names.items()}
     if "out_dropout" not in names and (p := getattr(attention, "residual_dropout", 0.0)):
         # Some attention modules apply dropout to their output without a submodule.
         names["out_dropout"], modules["out_dropout"] = "out_dropout", nn.Dropout(p)
-    parts = AttentionParts(modules, names, width, projections, rates, dropout)
+    parts = {
+        **modules,
+        "names": names,
+        "width": model.config.get_text_config().hidden_size,
+        "heads": heads,
+        "key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "rates": rates,
+        "pairs": "half",
+    }
     if not any(parameter.is_meta for parameter in attention.parameters()):
         _verify(parts, model, attention, where)
     return parts
+
+
+def weights_dropout(attention: nn.Module) -> float:
+    """The probability of dropping attention weights in training, which a swapped layer cannot apply."""
+    fused = getattr(attention, WEIGHTS_DROPOUT, None)
+    return (
+        float(getattr(attention, "attention_dropout", 0.0) or 0.0) if fused is None else float(getattr(fused, "p", 0.0))
+    )
 
 
 def _head_shape(model: PreTrainedModel, attention: nn.Module) -> tuple[int, int, int]:
@@ -215,35 +198,43 @@ AttentionInterface.register(_PROBE, _probe)
 
 
 @torch.no_grad()
-def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
+def _verify(parts: dict[str, Any], model: PreTrainedModel, attention: nn.Module, where: str) -> None:
     """Raises unless the module computes the queries, keys, values and outputs that `parts` describe."""
     training = attention.training
     attention.eval()
     try:
+        layer = ConformalAttention.from_projections(**parts, gating="none").eval()
         for size in FLOAT16_SIZES if model.dtype == torch.float16 else SIZES:
-            _verify_for(size, parts, model, attention, where)
+            _verify_for(size, layer, parts, model, attention, where)
     finally:
         attention.train(training)
 
 
-def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
-    """`_verify` for inputs of one size."""
+def _verify_for(
+    size: float,
+    layer: ConformalAttention,
+    parts: dict[str, Any],
+    model: PreTrainedModel,
+    attention: nn.Module,
+    where: str,
+) -> None:
+    """`_verify` for inputs of one size, and a layer of the parts."""
     weight = next(attention.parameters())
-    length, how = 5, parts.projections
+    length, how = 5, layer.projections
     generator = torch.Generator().manual_seed(0)
     # The model's dtype and not that of the weights, which may be quantized.
-    x = (size * torch.randn(1, length, parts.width, generator=generator)).to(weight.device, model.dtype)
-    expected = [y.transpose(1, 2) for y in how.project(attention, x)]
+    x = (size * torch.randn(1, length, layer.width, generator=generator)).to(weight.device, model.dtype)
+    expected = [y.transpose(1, 2) for y in how.project(layer, x)]
     taken = inspect.signature(attention.forward).parameters
     positions = torch.arange(length, device=x.device).unsqueeze(0)
     arguments: dict[str, Any] = {"attention_mask": None}
     if "position_ids" in taken:
         # Ministral 3 scales queries by them, which dividing by the sum of scores cancels.
         arguments["position_ids"] = positions
-    if parts.rates is not None:
+    if parts["rates"] is not None:
         rotary: Any = _rotary_embedding(model)
         arguments["position_embeddings"] = rotary(x, positions)
-        angles = wrap_angle(torch.arange(length, dtype=torch.float64)[:, None] * parts.rates).to(x.device)
+        angles = wrap_angle(torch.arange(length, dtype=torch.float64)[:, None] * parts["rates"]).to(x.device)
         scale = float(getattr(rotary, "attention_scaling", 1.0))
         # The probe receives entries in the model's order; `project` and `rotate` interleave pairs.
         expected[:2] = [_halves(rotate(y, angles)) * scale for y in expected[:2]]
@@ -266,12 +257,12 @@ def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, atte
         raise UserError(
             f"{where} passes {', '.join(unsupported)} to its attention function, which a swapped layer would drop"
         )
-    wanted = [*expected, how.output(attention, found[0].transpose(1, 2))]
+    wanted = [*expected, how.output(layer, found[0].transpose(1, 2))]
     for what, got, want in zip(("queries", "keys", "values", "outputs"), (*found, y), wanted, strict=True):
         if got.shape != want.shape or not bool((got - want).abs().amax() <= TOLERANCE * want.abs().amax()):
             raise UserError(
                 f"{where} does not make its {what} in the way that its submodules suggest "
-                f"({', '.join(parts.names.values())}): a swapped layer would compute something else"
+                f"({', '.join(parts['names'].values())}): a swapped layer would compute something else"
             )
 
 

@@ -29,10 +29,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sympow.errors import UserError
 from sympow.hf.model.modeling import initialize_own_module
 from sympow.hf.swap.attention_parts import attention_modules, read_attention
-from sympow.hf.swap.placement import make_layer, put_layers
 from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.state_layer import state_layer
-from sympow.hf.swap.swapped_attention import SwappedAttention
+from sympow.hf.swap.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.transformers_module import SWAPPED_TYPE, publish
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
@@ -159,9 +158,21 @@ def _swap_by_record(model: PreTrainedModel, record: SwapRecord) -> None:
         )
     # The base model of some classes is made by an Auto class, which has swapped its layers.
     chosen = [index for index in record.layers if not isinstance(found[index], SwappedAttention)]
-    made = {index: make_layer(read_attention(model, index, found[index]), index, record) for index in chosen}
+    made = {index: record.layer(index, read_attention(model, index, found[index])) for index in chosen}
     put_layers(model, made)
     change_classes(model)
+
+
+def put_layers(model: PreTrainedModel, made: dict[int, SwappedAttention]) -> None:
+    """Puts layers in the place of those that they take over from."""
+    found = attention_modules(model)
+    places = {id(module): name for name, module in model.named_modules()}
+    for index, layer in made.items():
+        before = found[index]
+        parent, _, name = places[id(before)].rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.train(before.training))
+    whole = all(isinstance(module, SwappedAttention) for module in attention_modules(model).values())
+    install_hooks(model, model.base_model, whole=whole)
 
 
 def change_classes(model: PreTrainedModel) -> None:

@@ -18,12 +18,11 @@ from transformers import Cache
 
 from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CachePolicy
-from sympow.hf.model.cache import uncompiled
 from sympow.hf.model.packing import check_continuation, packed_offsets
+from sympow.hf.past import uncompiled
 from sympow.hf.swap.state_layer import StateLayer, prefetch_next, state_layer
 from sympow.layers.mixers import ConformalAttention
-from sympow.ops.state import State
-from sympow.ops.window import Window
+from sympow.model.gpt import ModelState
 
 # Names of the keyword arguments with which the hook passes on the padding mask, (b, t) bool, and the offsets of packed
 # documents.
@@ -82,19 +81,24 @@ class SwappedAttention(ConformalAttention):
         prefetch_next(past_key_values, self.layer_idx, x.device)
         if layer.pending is not None:
             again = layer.pending
-            _, after = super().forward(again.inputs, layer.start(self, again.inputs), mask=again.mask)
-            assert isinstance(after, State | Window)
-            layer.catch_up(after)
+            layer.catch_up(self._prefill(again.inputs, again.mask, layer)[1])
         if x.shape[1] == 1 and mask is None and layer.can_step and not torch.is_grad_enabled():
             return uncompiled(self._decode, x, layer), None
-        y, after = super().forward(x, layer.start(self, x), return_state=True, mask=mask)
-        assert isinstance(after, State | Window)
+        y, after = self._prefill(x, mask, layer)
         layer.advance(after, x, mask)
         return y, None
 
+    def _prefill(self, x: Tensor, mask: Tensor | None, layer: StateLayer) -> tuple[Tensor, ModelState]:
+        """(b, t, width) of tokens, x (b, t, width), and the layer's state after them."""
+        # The weights may be offloaded, and x is where they will be.
+        before = layer.start([self], x, x.device)
+        y, after = super().forward(x, None if before is None else before[0], mask=mask)
+        assert after is not None
+        return y, (after,)
+
     def _decode(self, x: Tensor, layer: StateLayer) -> Tensor:
         """(b, 1, width) of one token, x (b, 1, width), which is added to the past."""
-        return self.step(x, layer.step(self, x))
+        return self.step(x, layer.step([self], x)[0])
 
 
 # Attribute of base models that says whether all of their layers were swapped.

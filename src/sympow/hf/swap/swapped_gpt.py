@@ -21,11 +21,9 @@ from sympow.hf.swap.attention_parts import attention_modules
 from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.state_layer import StateLayer
 from sympow.hf.swap.swapped_attention import MASK, SwappedAttention
-from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
+from sympow.layers.mixers import LayerCache, LayerState, Mixer
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT, ModelState, project_features
-from sympow.ops.state import State
-from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
 
 # Fields of a transformers config that change what a swapped model computes from its parameters, as far as an
@@ -53,41 +51,35 @@ class _Segment(StateLayer):
 
     Args:
         before: the state, or None at the beginning of a text.
-        seen: the number of tokens that the entry reports, which determines the model's positions.
         take: called with the state after the segment.
+        seen: the number of tokens that the entry reports, which determines the model's positions.
     """
+
+    can_step = False
 
     def __init__(self, before: LayerState | None, take: Callable[[LayerState], None], seen: int = 0) -> None:
         super().__init__()
-        self._before_segment, self._take, self._seen = before, take, seen
+        self._given = None if before is None else (before,)
+        self._take, self._length = take, seen
 
-    @property
-    def can_step(self) -> bool:
-        return False
+    def start(self, mixers: Sequence[Mixer], x: Tensor, device: torch.device | None = None) -> ModelState | None:
+        return self._given
 
-    def start(self, layer: ConformalAttention, x: Tensor) -> State | Window | None:
-        return cast("State | Window | None", self._before_segment)
-
-    def advance(self, past: State | Window, x: Tensor, mask: Tensor | None) -> None:
-        self._take(past)
-
-    def get_seq_length(self) -> int:
-        return self._seen
+    def advance(self, state: ModelState, x: Tensor, mask: Tensor | None) -> None:
+        self._take(state[0])
 
 
 class _Step(StateLayer):
     """A cache entry for one decoding step, which updates the layer's cache in place."""
 
+    can_step = True
+
     def __init__(self, cache: LayerCache) -> None:
         super().__init__()
-        self._cache = cache
+        self._given = [cache]
 
-    @property
-    def can_step(self) -> bool:
-        return True
-
-    def step(self, layer: ConformalAttention, x: Tensor) -> Window:
-        return cast("Window", self._cache)
+    def step(self, mixers: Sequence[Mixer], x: Tensor) -> list[LayerCache]:
+        return self._given
 
 
 class _Layer(nn.Module):

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from sympow.checks import check_choice
 from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
-from sympow.hf.swap.attention_parts import attention_modules, read_attention
-from sympow.hf.swap.classes import change_classes, swapped_config_class
-from sympow.hf.swap.placement import make_layer, put_layers
+from sympow.hf.swap.attention_parts import attention_modules, read_attention, weights_dropout
+from sympow.hf.swap.classes import change_classes, put_layers, swapped_config_class
 from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.swapped_attention import SwappedAttention
 from sympow.settings import GATES, INITIAL_GATE, Backend, Form, check_initial_gate
@@ -129,8 +128,8 @@ def _prepare(
             )
     parts = {index: read_attention(model, index, found[index]) for index in chosen}
     if rotary is None:
-        rotary = "none" if parts[chosen[0]].rates is None else "fixed"
-    if (dropout := max(part.dropout for part in parts.values())) > 0:
+        rotary = "none" if parts[chosen[0]]["rates"] is None else "fixed"
+    if (dropout := max(weights_dropout(found[index]) for index in chosen)) > 0:
         warnings.warn(
             f"model has attention dropout {dropout}, which swapped layers do not apply: they never materialize "
             "attention weights",
@@ -145,7 +144,7 @@ def _prepare(
         **others,
     )
     # All are made before any is put in place, so that an error leaves the model as it was.
-    return record, {index: make_layer(part, index, record) for index, part in parts.items()}
+    return record, {index: record.layer(index, part) for index, part in parts.items()}
 
 
 def swapped_layers(model: nn.Module) -> list[int]:
