@@ -31,21 +31,27 @@ BETAS = (0.9, 0.99)
 EPSILON = 1e-8
 
 
-def _stacked(members: Sequence[nn.Module], name: str) -> nn.Parameter:
-    """A parameter of all members, (n, …)."""
-    return nn.Parameter(torch.stack([member.get_parameter(name).detach() for member in members]))
+class Stacked(nn.Module):
+    """n modules of one kind.
 
+    Attributes:
+        members: n.
+        weight: those of all members, (n, …).
+        bias: likewise; None: they have none.
+    """
 
-class StackedLinear(nn.Module):
-    """n linear maps: x (n · b, t, inputs) → (n · b, t, outputs), in float32 or better for a `FloatLinear`."""
-
-    def __init__(self, members: Sequence[nn.Linear]) -> None:
-        super().__init__()
+    def __init__(self, members: Sequence[Any]) -> None:
+        # Not that of `ShortConvolution`, which makes a weight of its own.
+        nn.Module.__init__(self)
         self.members = len(members)
-        self.weight = _stacked(members, "weight")
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
         self.bias = None
-        if members[0].bias is not None:
-            self.bias = _stacked(members, "bias")
+        if getattr(members[0], "bias", None) is not None:
+            self.bias = nn.Parameter(torch.stack([member.bias.detach() for member in members]))
+
+
+class StackedLinear(Stacked):
+    """n linear maps: x (n · b, t, inputs) → (n · b, t, outputs), in float32 or better for a `FloatLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(self.members, -1, x.shape[-1])
@@ -56,16 +62,12 @@ class StackedLinear(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
-class StackedNorm(nn.Module):
+class StackedNorm(Stacked):
     """n layer norms: x (n · b, t, width)."""
 
     def __init__(self, members: Sequence[nn.LayerNorm]) -> None:
-        super().__init__()
-        self.members, self.eps = len(members), members[0].eps
-        self.weight = _stacked(members, "weight")
-        self.bias = None
-        if members[0].bias is not None:
-            self.bias = _stacked(members, "bias")
+        super().__init__(members)
+        self.eps = members[0].eps
 
     def forward(self, x: Tensor) -> Tensor:
         rows = layer_norm(x, x.shape[-1:], eps=self.eps).reshape(self.members, -1, x.shape[-1])
@@ -75,13 +77,8 @@ class StackedNorm(nn.Module):
         return y.view(x.shape)
 
 
-class StackedEmbedding(nn.Module):
+class StackedEmbedding(Stacked):
     """n embeddings: tokens (n · b, t) → (n · b, t, width)."""
-
-    def __init__(self, members: Sequence[nn.Embedding]) -> None:
-        super().__init__()
-        self.members = len(members)
-        self.weight = _stacked(members, "weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
         first = torch.arange(self.members, device=tokens.device) * self.weight.shape[1]
@@ -118,17 +115,8 @@ class _StackedConvolution(torch.autograd.Function):
         return d_x, d_weight
 
 
-class StackedShortConvolution(ShortConvolution):
-    """n short convolutions: x (n · b, t, channels).
-
-    Attributes:
-        weight: (n, width, channels).
-    """
-
-    def __init__(self, members: Sequence[ShortConvolution]) -> None:
-        nn.Module.__init__(self)
-        self.members = len(members)
-        self.weight = _stacked(members, "weight")
+class StackedShortConvolution(Stacked, ShortConvolution):
+    """n short convolutions: x (n · b, t, channels), weights (n, width, channels)."""
 
     def forward(
         self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None

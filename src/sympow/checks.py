@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,12 +85,6 @@ def check_bool(name: str, value: bool) -> None:
 def check_str(name: str, value: str) -> None:
     if not isinstance(value, str):
         raise ArgumentTypeError(name, f"must be a string, got {type(value).__name__}")
-
-
-def check_is_list(name: str, values: Sequence[Any]) -> None:
-    """Raises a TypeError unless the values are in a tuple or list: not a single one, and not a string of letters."""
-    if not isinstance(values, tuple | list):
-        raise ArgumentTypeError(name, f"must be a tuple or list, got {type(values).__name__}")
 
 
 def check_finite(name: str, value: float) -> None:
