@@ -18,7 +18,7 @@ from sympow import GPT, GPTConfig, __version__
 from sympow.check.timing import environment
 from sympow.data import load_tokenizer, open_dataset
 from sympow.data.tokenizer import token_unit
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import UserError
 from sympow.evaluate import (
     Vocabulary,
     associative_recall,
@@ -29,7 +29,7 @@ from sympow.evaluate import (
 from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
 from sympow.evaluate.evaluation_file import ModelEvaluation, rounded, write_evaluations
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
-from sympow.evaluate.probes import LEAD
+from sympow.evaluate.probes import choose_distances, choose_pairs
 from sympow.invocation import first_process
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import SEGMENT_SIZE
@@ -185,18 +185,16 @@ class PlannedRun:
         heldout = open_dataset(self.config.data.data, "heldout")
         longest = int(heldout.lengths.max())
         needed = {f"a context of {context:,}": context, f"an evaluation with length={plan.length:,}": plan.length}
-        if plan.distances:
-            # A token more than the text around the key.
-            needed[f"an evaluation with distances up to {max(plan.distances):,}"] = LEAD + max(plan.distances) + 1
         for what, tokens in needed.items():
             if longest < tokens:
                 raise UserError(
                     f"{what} needs a held-out document of {tokens:,} tokens; the longest of {heldout.name} has "
                     f"{longest:,}"
                 )
-        keys = len(Vocabulary.of_text(heldout).keys) if plan.pairs else 0
-        if max(plan.pairs, default=0) > keys:
-            raise ArgumentError("pairs", f"must be at most {keys}, the number of keys; got {max(plan.pairs)}")
+        if plan.distances:
+            choose_distances(plan.distances, heldout)
+        if plan.pairs:
+            choose_pairs(plan.pairs, Vocabulary.of_text(heldout))
 
     def _describe(self, config: TrainConfig, lines: Sequence[dict[str, float]], device: str) -> dict[str, Any]:
         """The columns of the table that are known after training."""

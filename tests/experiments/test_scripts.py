@@ -160,7 +160,7 @@ def test_an_ordering_holds_only_if_it_is_the_authors():
 
 
 def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
-    assert list(reproduction_tables.tracking_tables(Store(tmp_path))) == []
+    assert list(reproduction_tables.sweep_tables(Store(tmp_path))) == []
     results = []
     for name, accuracies in (("gating", [0.5, 0.5]), ("conformal", [1.0, 0.99])):
         run = f"parity_{name}"
@@ -168,7 +168,7 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
         about = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, "settings": {}}
         results.append(StoredResult({**about, **numbers}, {}))
     Store(tmp_path).add("state_tracking", results)
-    lines = list(reproduction_tables.tracking_tables(Store(tmp_path)))
+    lines = list(reproduction_tables.sweep_tables(Store(tmp_path)))
     assert lines[0].startswith("### State tracking: accuracy in %")
     assert "| | parity (chance 50) |" in lines
     assert "| conformal | 99.5, 50.0 |" in lines
@@ -176,13 +176,13 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
     assert lines.index("| gating | 50.0, 50.0 |") < lines.index("| conformal | 99.5, 50.0 |")
     # Remedies follow by name, so that a model with noise stands beside the one without.
     Store(tmp_path).add("tracking_remedies", results)
-    lines = list(reproduction_tables.tracking_tables(Store(tmp_path)))[len(lines) :]
+    lines = list(reproduction_tables.sweep_tables(Store(tmp_path)))[len(lines) :]
     assert lines[0].startswith("### State tracking beyond the training length")
     assert lines.index("| conformal | 99.5, 50.0 |") < lines.index("| gating | 50.0, 50.0 |")
 
 
 def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
-    assert list(reproduction_tables.recall_tables(Store(tmp_path))) == []
+    assert list(reproduction_tables.sweep_tables(Store(tmp_path))) == []
     numbers = {
         "learning_rates": [0.1, 0.2],
         "best_rate": 0.2,
@@ -193,7 +193,7 @@ def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
     found = {"overall": [[0.1, 0.1], [0.5, 0.7]], "by_shape": {"64/4": [[0.1, 0.1], [1.0, 1.0]]}}
     row = {"run": "recall_mine", "sweep": "mine", "settings": {}, **numbers, **found}
     Store(tmp_path).add("recall", [StoredResult(row, {})])
-    lines = list(reproduction_tables.recall_tables(Store(tmp_path)))
+    lines = list(reproduction_tables.sweep_tables(Store(tmp_path)))
     assert "| mine | 5,000 | 20,000 | 0.2 | 9 | 60.0 ± 14.1 | 100.0 ± 0.0 |" in lines
     assert "| GLA (published) | | about 67,000 | | | 95 | |" in lines
 
