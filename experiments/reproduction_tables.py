@@ -453,11 +453,11 @@ def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("experiments/results/small"))
     parser.add_argument("--page", type=Path, default=Path("docs/reproduction_tables.md"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     text = arguments.page.read_text("utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS = ("loss", "gradient_norm", "learning_rate", "heldout_loss")
-SMALL = "--preset laptop --context 256 --batch-tokens 1024 --micro-batch-tokens 512 --log-every 1 --seed 3".split()
+SMALL = [
+    *("--preset", "laptop", "--context", "256", "--batch-tokens", "1024", "--micro-batch-tokens", "512"),
+    *("--log-every", "1", "--seed", "3"),
+]
 STEPS = ["--steps", "50"]
 
 
