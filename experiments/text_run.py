@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from experiments.store import StoredResult
-from sympow import GPT, GPTConfig, __version__
+from sympow import GPT, __version__
 from sympow.check.timing import environment
 from sympow.data import load_tokenizer, open_dataset
 from sympow.data.tokenizer import token_unit
@@ -34,7 +34,8 @@ from sympow.invocation import first_process
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import SEGMENT_SIZE
 from sympow.model.storage import load_model
-from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, train
+from sympow.train import TrainConfig, train
+from sympow.train.config import SECTIONS
 from sympow.train.loop import NonFiniteLossError
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
@@ -265,12 +266,7 @@ class PlannedRun:
 
 def read_config(content: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
     """A config as a row has it."""
-    return TrainConfig(
-        model=GPTConfig(**content["model"]),
-        data=DataConfig(**content["data"]),
-        optimizer=OptimizerConfig(**content["optimizer"]),
-        run=RunConfig(**content["run"]),
-    )
+    return TrainConfig(**{name: section(**content[name]) for name, section in SECTIONS.items()})
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:

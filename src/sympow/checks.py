@@ -126,7 +126,7 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Raises unless every field of a dataclass has a value that its annotation admits."""
+    """Raises unless every field of a dataclass has a value that its annotation admits; `int` alone admits any."""
     # To mypy, classes are not hashable.
     for name, hint in _annotations(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
@@ -143,7 +143,7 @@ def check_fields(config: Any) -> None:
             check_bool(name, value)
         elif kind is str:
             check_str(name, value)
-        elif kind is int:
+        elif kind is int and limits:
             check_at_least(name, value, limits.smallest)
             if limits.largest is not None:
                 check_at_most(name, value, limits.largest, limits.why)
