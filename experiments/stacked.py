@@ -29,6 +29,7 @@ from sympow.train.optimizer import is_decayed
 
 BETAS = (0.9, 0.99)
 EPSILON = 1e-8
+CLIP_NORM = 1.0
 
 
 class Stacked(nn.Module):
@@ -255,7 +256,7 @@ class StackedAdam:
     Args:
         named: parameters by name, (n, …) each.
         rates: the learning rate of each model, (n,).
-        clip_norm: largest norm of a model's gradient; 0: no clipping.
+        clip_norm: largest norm of a model's gradient.
         weight_decay: of those parameters that `sympow.train.optimizer` decays.
     """
 
@@ -279,9 +280,8 @@ class StackedAdam:
         self._step += 1
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
         gradient = torch.cat(gradients, dim=1)
-        if self._clip_norm:
-            norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-            gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self._first.lerp_(gradient, 1 - BETAS[0])
         self._second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         change = self._first * (-schedule / first_bias * self._rates).unsqueeze(1)
@@ -327,7 +327,6 @@ class StackedTraining:
         rates: learning rates, (n,).
         steps: updates in all, for the schedule.
         warmup: steps over which learning rates rise.
-        clip_norm: as in `StackedAdam`.
         weight_decay: as in `StackedAdam`.
         key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
             a task is learned much faster without it.
@@ -348,7 +347,6 @@ class StackedTraining:
         steps: int,
         *,
         warmup: int,
-        clip_norm: float = 1.0,
         weight_decay: float = 0.0,
         key_noise: float = 0.0,
         autocast: bool = False,
@@ -364,7 +362,7 @@ class StackedTraining:
             torch.compiler.reset()
             self._losses_of = compiled_losses
         rates = rates.to(stacked.embedding.weight)
-        self._optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm, weight_decay)
+        self._optimizer = StackedAdam(stacked.named_parameters(), rates, CLIP_NORM, weight_decay)
         self._noise = KeyNoise(stacked) if key_noise else None
         self._logged: list[int] = []
         self._losses: list[Tensor] = []
