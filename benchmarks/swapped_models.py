@@ -22,10 +22,8 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sympow.check.operator import progress_bar
 from sympow.check.timing import environment, save_results
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
@@ -285,28 +284,6 @@ def measure(options: argparse.Namespace, part: str, name: str, variant: str, con
     return row
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, where rich is installed and there is one."""
-    if not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda what: print(what, file=sys.stderr, flush=True)
-        return
-    with Progress(console=Console(stderr=True)) as bars:
-        task = bars.add_task("", total=total)
-
-        def advance(what: str) -> None:
-            bars.update(task, description=what)
-            bars.advance(task)
-
-        yield advance
-
-
 def measure_all(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
     variants = ("softmax", "swapped", *(["hybrid"] if options.hybrid else []))
     calls = [
@@ -316,9 +293,9 @@ def measure_all(options: argparse.Namespace, keep: Callable[[dict[str, Any]], No
         for context in options.context
         for variant in variants
     ]
-    with progress(len(calls)) as advance:
-        for call in calls:
-            advance(" ".join(map(str, call)))
+    with progress_bar() as show:
+        for number, call in enumerate(calls):
+            show(" ".join(map(str, call)), number, len(calls))
             row = measure(options, *call)
             print(json.dumps(row), flush=True)
             keep(row)

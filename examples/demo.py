@@ -29,7 +29,7 @@ import torch
 
 import sympow
 from sympow.check.timing import measure
-from sympow.cli.errors import Reported
+from sympow.cli.errors import reported
 from sympow.data.preparation import prepare
 from sympow.evaluate.model_evaluation import EvaluationSetting, choose_sample, evaluate_model
 from sympow.generation.decoder import Decoder
@@ -299,5 +299,5 @@ def heading(text: str) -> None:
 
 
 if __name__ == "__main__":
-    with Reported("demo"):
+    with reported("demo"):
         main()

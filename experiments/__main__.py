@@ -24,7 +24,7 @@ import torch
 
 from experiments import beyond_the_paper, paper, recall, state_tracking, text_rotation
 from experiments.grid import SCALES, Scale, read_setting
-from experiments.runner import is_alone, train_all
+from experiments.runner import Work, is_alone, train_all
 from experiments.store import Store
 from experiments.sweep import Sweep
 from experiments.text_run import PlannedRun, differences
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scale = replace(SCALES[given.scale](), changes=dict(given.set))
     results, out = given.results or RESULTS / given.scale, given.out or OUT / given.scale
 
-    def works(store: Store) -> list[PlannedRun | Sweep]:
+    def works(store: Store) -> list[Work]:
         return [work for work in works_of(given.name, scale, store) if _is_chosen(work.name, given.only)]
 
     def command(name: str) -> str:
@@ -123,13 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("stopped: the same command continues")
 
 
-def works_of(name: str, scale: Scale, store: Store) -> list[PlannedRun | Sweep]:
+def works_of(name: str, scale: Scale, store: Store) -> list[Work]:
     """The runs or sweeps of an experiment that can be told from the results so far, each once.
 
     Raises:
         UserError: two of one name differ, or the scale has no sweeps, or a setting of `scale.changes` does not apply.
     """
-    works: dict[str, PlannedRun | Sweep] = {}
+    works: dict[str, Work] = {}
     for work in EXPERIMENTS[name](replace(scale, finished=store.rows())):
         if isinstance(work, Sweep):
             if scale.processes > 1:

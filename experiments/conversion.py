@@ -392,7 +392,7 @@ def read_change(change: str) -> tuple[str, Any]:
     return name, value
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=sorted(SCALES), default="small")
     parser.add_argument("--corpus", type=Path, required=True, help="archive of token shards, or their folder")
@@ -407,7 +407,7 @@ def main() -> None:
     parser.add_argument(
         "--change", action="append", default=[], help="setting of all conversions, as distill_rate=6e-4"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     steps = arguments.only.split(",")
     if unknown := [step for step in steps if step not in STEPS]:
         raise SystemExit(f"--only takes steps of {', '.join(STEPS)}; got {', '.join(unknown)}")

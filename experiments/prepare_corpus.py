@@ -14,6 +14,7 @@ import argparse
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sympow.data import prepare
@@ -70,14 +71,14 @@ def unpack_shards(archive: Path, out: Path) -> bool:
     return True
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="archive of texts, or of shards that were packed before")
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
     parser.add_argument("--archive", type=Path, help="where to pack them, too (.tar.xz)")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     parser.add_argument("--workers", type=int, help="processes; by default one per core")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     out: Path = arguments.out
     begin = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from experiments.grid import Scale
 from experiments.stacked import StackedTraining, stacked_logits
-from experiments.sweep import EVALUATION, TRAINING, VALIDATION, Sweep, as_stored
+from experiments.sweep import EVALUATION, TRAINING, VALIDATION, Sweep
 from experiments.tasks import RECALL_VOCABULARY, draw_recall
 from sympow import GPTConfig
 from sympow.data.loader import prefetch
@@ -206,12 +206,9 @@ class RecallSweep(Sweep):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         validation = _overall(self._right(training, VALIDATION, self.evaluation_rows // VALIDATION_PART))
         right = self._right(training, EVALUATION, self.evaluation_rows)
-        overall = _overall(right)
 
         def by_rate(accuracy: Tensor) -> list[list[float]]:
-            return [
-                [as_stored(accuracy[of_task[rate, seed]].item()) for seed in self.seeds] for rate in self.learning_rates
-            ]
+            return self.by_rate({place: accuracy[number].item() for place, number in of_task.items()})
 
         valid = by_rate(validation)
         best = max(range(len(valid)), key=lambda number: statistics.fmean(valid[number]))
@@ -220,7 +217,7 @@ class RecallSweep(Sweep):
             "seeds": list(self.seeds),
             "best_rate": self.learning_rates[best],
             "validation": valid,
-            "overall": by_rate(overall),
+            "overall": by_rate(_overall(right)),
             "by_shape": {f"{length}/{pairs}": by_rate(right[length, pairs]) for length, pairs in self.evaluation},
             "state_numbers": self.state_numbers,
             "state_bytes": 4 * self.state_numbers,

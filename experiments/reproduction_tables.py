@@ -262,35 +262,27 @@ CURRICULUM = """\
 """
 
 
-def tracking_tables(store: Store) -> Iterator[str]:
+def sweep_tables(store: Store) -> Iterator[str]:
     """The tables of sweeps, of those experiments that have results."""
     titles = {
         "state_tracking": "State tracking: accuracy in % at 1, 4 and 16 times the training length, mean over seeds",
         "tracking_remedies": "State tracking beyond the training length: likewise",
         "tracking_longer": "State tracking beyond the training length, trained four times as long: likewise",
         "tracking_curriculum": "State tracking with rows that grow to 128 tokens in training: likewise",
+        "recall": "Associative recall: right answers in % against the size of the state, by length / pairs",
     }
+    notes = {"tracking_remedies": REMEDIES, "tracking_longer": REMEDIES, "tracking_curriculum": CURRICULUM}
     for experiment, title in titles.items():
         rows = [result.row for result in store.tables.get(experiment, {}).values()]
         if not rows:
             continue
-        yield f"### {title}\n"
-        if experiment in ("tracking_remedies", "tracking_longer"):
+        if notes.get(experiment) == REMEDIES:
             # Beside one another in the table: a model with noise and without.
             rows.sort(key=lambda row: str(row["sweep"]))
-            yield REMEDIES
-        if experiment == "tracking_curriculum":
-            yield CURRICULUM
-        yield from accuracy_table(rows)
-        yield ""
-
-
-def recall_tables(store: Store) -> Iterator[str]:
-    """The table of recall, if there are results."""
-    recalled = [result.row for result in store.tables.get("recall", {}).values()]
-    if recalled:
-        yield "### Associative recall: right answers in % against the size of the state, by length / pairs\n"
-        yield from recall_table(recalled)
+        yield f"### {title}\n"
+        if experiment in notes:
+            yield notes[experiment]
+        yield from (recall_table if experiment == "recall" else accuracy_table)(rows)
         yield ""
 
 
@@ -461,11 +453,11 @@ def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("experiments/results/small"))
     parser.add_argument("--page", type=Path, default=Path("docs/reproduction_tables.md"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     text = arguments.page.read_text("utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -477,7 +469,7 @@ def main() -> None:
     runs, of_text = store.rows(), [result.row for result in store.tables.get(TEXT_ROTATION, {}).values()]
     others = runs.keys() - {row["run"] for row in of_text}
     of_runs = [*tables(Results([runs[name] for name in sorted(others)])), *text_rotation_tables(of_text)]
-    written = "\n".join([*of_runs, *tracking_tables(store), *recall_tables(store)])
+    written = "\n".join([*of_runs, *sweep_tables(store)])
     write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
 
 

@@ -14,7 +14,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from experiments.store import Store, Work
+from experiments.store import Store
+from experiments.sweep import Sweep
+from experiments.text_run import PlannedRun
+
+# What is trained and has results.
+Work = PlannedRun | Sweep
 
 
 def is_alone() -> bool:

@@ -29,23 +29,30 @@ from sympow.train.optimizer import is_decayed
 
 BETAS = (0.9, 0.99)
 EPSILON = 1e-8
+CLIP_NORM = 1.0
 
 
-def _stacked(members: Sequence[nn.Module], name: str) -> nn.Parameter:
-    """A parameter of all members, (n, …)."""
-    return nn.Parameter(torch.stack([member.get_parameter(name).detach() for member in members]))
+class Stacked(nn.Module):
+    """n modules of one kind.
 
+    Attributes:
+        members: n.
+        weight: those of all members, (n, …).
+        bias: likewise; None: they have none.
+    """
 
-class StackedLinear(nn.Module):
-    """n linear maps: x (n · b, t, inputs) → (n · b, t, outputs), in float32 or better for a `FloatLinear`."""
-
-    def __init__(self, members: Sequence[nn.Linear]) -> None:
-        super().__init__()
+    def __init__(self, members: Sequence[Any]) -> None:
+        # Not that of `ShortConvolution`, which makes a weight of its own.
+        nn.Module.__init__(self)
         self.members = len(members)
-        self.weight = _stacked(members, "weight")
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
         self.bias = None
-        if members[0].bias is not None:
-            self.bias = _stacked(members, "bias")
+        if getattr(members[0], "bias", None) is not None:
+            self.bias = nn.Parameter(torch.stack([member.bias.detach() for member in members]))
+
+
+class StackedLinear(Stacked):
+    """n linear maps: x (n · b, t, inputs) → (n · b, t, outputs), in float32 or better for a `FloatLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(self.members, -1, x.shape[-1])
@@ -56,16 +63,12 @@ class StackedLinear(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
 
-class StackedNorm(nn.Module):
+class StackedNorm(Stacked):
     """n layer norms: x (n · b, t, width)."""
 
     def __init__(self, members: Sequence[nn.LayerNorm]) -> None:
-        super().__init__()
-        self.members, self.eps = len(members), members[0].eps
-        self.weight = _stacked(members, "weight")
-        self.bias = None
-        if members[0].bias is not None:
-            self.bias = _stacked(members, "bias")
+        super().__init__(members)
+        self.eps = members[0].eps
 
     def forward(self, x: Tensor) -> Tensor:
         rows = layer_norm(x, x.shape[-1:], eps=self.eps).reshape(self.members, -1, x.shape[-1])
@@ -75,13 +78,8 @@ class StackedNorm(nn.Module):
         return y.view(x.shape)
 
 
-class StackedEmbedding(nn.Module):
+class StackedEmbedding(Stacked):
     """n embeddings: tokens (n · b, t) → (n · b, t, width)."""
-
-    def __init__(self, members: Sequence[nn.Embedding]) -> None:
-        super().__init__()
-        self.members = len(members)
-        self.weight = _stacked(members, "weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
         first = torch.arange(self.members, device=tokens.device) * self.weight.shape[1]
@@ -118,17 +116,8 @@ class _StackedConvolution(torch.autograd.Function):
         return d_x, d_weight
 
 
-class StackedShortConvolution(ShortConvolution):
-    """n short convolutions: x (n · b, t, channels).
-
-    Attributes:
-        weight: (n, width, channels).
-    """
-
-    def __init__(self, members: Sequence[ShortConvolution]) -> None:
-        nn.Module.__init__(self)
-        self.members = len(members)
-        self.weight = _stacked(members, "weight")
+class StackedShortConvolution(Stacked, ShortConvolution):
+    """n short convolutions: x (n · b, t, channels), weights (n, width, channels)."""
 
     def forward(
         self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
@@ -267,7 +256,7 @@ class StackedAdam:
     Args:
         named: parameters by name, (n, …) each.
         rates: the learning rate of each model, (n,).
-        clip_norm: largest norm of a model's gradient; 0: no clipping.
+        clip_norm: largest norm of a model's gradient.
         weight_decay: of those parameters that `sympow.train.optimizer` decays.
     """
 
@@ -291,9 +280,8 @@ class StackedAdam:
         self._step += 1
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
         gradient = torch.cat(gradients, dim=1)
-        if self._clip_norm:
-            norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-            gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self._first.lerp_(gradient, 1 - BETAS[0])
         self._second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         change = self._first * (-schedule / first_bias * self._rates).unsqueeze(1)
@@ -339,7 +327,6 @@ class StackedTraining:
         rates: learning rates, (n,).
         steps: updates in all, for the schedule.
         warmup: steps over which learning rates rise.
-        clip_norm: as in `StackedAdam`.
         weight_decay: as in `StackedAdam`.
         key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
             a task is learned much faster without it.
@@ -360,7 +347,6 @@ class StackedTraining:
         steps: int,
         *,
         warmup: int,
-        clip_norm: float = 1.0,
         weight_decay: float = 0.0,
         key_noise: float = 0.0,
         autocast: bool = False,
@@ -376,7 +362,7 @@ class StackedTraining:
             torch.compiler.reset()
             self._losses_of = compiled_losses
         rates = rates.to(stacked.embedding.weight)
-        self._optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm, weight_decay)
+        self._optimizer = StackedAdam(stacked.named_parameters(), rates, CLIP_NORM, weight_decay)
         self._noise = KeyNoise(stacked) if key_noise else None
         self._logged: list[int] = []
         self._losses: list[Tensor] = []

@@ -198,33 +198,33 @@ class TrackingSweep(Sweep):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Accuracies of a task's models, by learning rate, then seed; curves of the best rate's."""
         kind = TASKS[task]
-        validation = draw_rows(kind, [0, VALIDATION], self.evaluation_rows, self.length)
         lengths = [factor * self.length for factor in self.factors]
+        validation = draw_rows(kind, [0, VALIDATION], self.evaluation_rows, self.length)
         sets = {length: draw_rows(kind, [0, EVALUATION, length], self.evaluation_rows, length) for length in lengths}
-        valid: dict[float, list[tuple[float, float]]] = {}
-        accuracy: dict[int, list[list[float]]] = {length: [] for length in lengths}
-        positions: dict[float, list[list[float]]] = {}
-        places: list[float] = []
-        for rate in self.learning_rates:
-            members = [member_of(training.stacked, of_task[rate, seed]) for seed in self.seeds]
-            scores = [score(member, *validation) for member in members]
-            valid[rate] = [(one.accuracy, one.loss) for one in scores]
+        valid: dict[tuple[float, int], Score] = {}
+        found: dict[int, dict[tuple[float, int], Score]] = {length: {} for length in lengths}
+        for place, number in of_task.items():
+            member = member_of(training.stacked, number)
+            valid[place] = score(member, *validation)
             for length, rows in sets.items():
-                scores = [score(member, *rows) for member in members]
-                accuracy[length].append([as_stored(one.accuracy) for one in scores])
-            curves = [one.by_position(BINS) for one in scores]
-            places, positions[rate] = curves[0][0], [[as_stored(x) for x in of_seed] for _, of_seed in curves]
-        best = max(self.learning_rates, key=lambda rate: _mean_score(valid[rate]))
+                found[length][place] = score(member, *rows)
+        scores = {rate: [valid[rate, seed] for seed in self.seeds] for rate in self.learning_rates}
+        best = max(scores, key=lambda rate: _mean_score([(one.accuracy, one.loss) for one in scores[rate]]))
         row = {
             "length": self.length,
             "chance": as_stored(1 / kind.classes),
             "learning_rates": list(self.learning_rates),
             "seeds": list(self.seeds),
             "best_rate": best,
-            "validation": [[as_stored(accuracy) for accuracy, _ in valid[rate]] for rate in self.learning_rates],
-            "accuracy": {str(length): by_rate for length, by_rate in accuracy.items()},
+            "validation": self.by_rate({place: one.accuracy for place, one in valid.items()}),
+            "accuracy": {
+                str(length): self.by_rate({place: one.accuracy for place, one in of_length.items()})
+                for length, of_length in found.items()
+            },
         }
-        return row, {"by_position": {"position": places, "accuracy": positions[best]}}
+        curves = [found[lengths[-1]][best, seed].by_position(BINS) for seed in self.seeds]
+        accuracies = [[as_stored(x) for x in of_seed] for _, of_seed in curves]
+        return row, {"by_position": {"position": curves[0][0], "accuracy": accuracies}}
 
 
 def _mean_score(scores: list[tuple[float, float]]) -> tuple[int, float, float]:

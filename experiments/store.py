@@ -10,7 +10,7 @@ every table is complete. Any number of processes may add results at the same tim
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,12 +43,8 @@ class StoredResult:
         return str(self.row["run"])
 
 
-class Work(Protocol):
+class HasResults(Protocol):
     """What has results: a run of a grid, or a sweep."""
-
-    @property
-    def name(self) -> str:
-        """It is chosen by, within its experiment."""
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -56,15 +52,6 @@ class Work(Protocol):
 
     def differences(self, row: dict[str, Any]) -> list[str]:
         """The settings in which a result of that name is of something else, as text."""
-
-    def folder(self, out: Path, experiment: str) -> Path:
-        """Where it is trained."""
-
-    def train(self, folder: Path, device: str, command: str, say: Callable[[str], None]) -> list[StoredResult] | None:
-        """Trains or resumes it; returns its results, or None if a signal has stopped it."""
-
-    def discard(self, folder: Path) -> None:
-        """Removes from its folder what only a resumption needs."""
 
 
 class Store:
@@ -83,7 +70,7 @@ class Store:
         names = sorted(path.name.removesuffix(CURVES_ENDING) for path in folder.glob(f"*{CURVES_ENDING}"))
         self.tables = {name: read_table(folder, name) for name in names}
 
-    def find(self, experiment: str, work: Work) -> list[StoredResult] | None:
+    def find(self, experiment: str, work: HasResults) -> list[StoredResult] | None:
         """The results of a run or sweep, from the experiment's table or else another; None: it is not done.
 
         Raises:

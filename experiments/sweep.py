@@ -92,6 +92,10 @@ class Sweep(ABC):
         """What is said of the models every `validate_every` steps, and whether they need no more training."""
         return "", False
 
+    def by_rate(self, numbers: Mapping[tuple[float, int], float]) -> list[list[float]]:
+        """Numbers of a task's models, given by learning rate and seed, as a row has them: by rate, then seed."""
+        return [[as_stored(numbers[rate, seed]) for seed in self.seeds] for rate in self.learning_rates]
+
     @property
     def training(self) -> dict[str, Any]:
         """Options of `StackedTraining` besides learning rates and the schedule."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from experiments.store import StoredResult
-from sympow import GPT, GPTConfig, __version__
+from sympow import GPT, __version__
 from sympow.check.timing import environment
 from sympow.data import load_tokenizer, open_dataset
 from sympow.data.tokenizer import token_unit
-from sympow.errors import ArgumentError, UserError
+from sympow.errors import UserError
 from sympow.evaluate import (
     Vocabulary,
     associative_recall,
@@ -29,12 +29,13 @@ from sympow.evaluate import (
 from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
 from sympow.evaluate.evaluation_file import ModelEvaluation, rounded, write_evaluations
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
-from sympow.evaluate.probes import LEAD
+from sympow.evaluate.probes import choose_distances, choose_pairs
 from sympow.invocation import first_process
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import SEGMENT_SIZE
 from sympow.model.storage import load_model
-from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, train
+from sympow.train import TrainConfig, train
+from sympow.train.config import SECTIONS
 from sympow.train.loop import NonFiniteLossError
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
@@ -185,18 +186,16 @@ class PlannedRun:
         heldout = open_dataset(self.config.data.data, "heldout")
         longest = int(heldout.lengths.max())
         needed = {f"a context of {context:,}": context, f"an evaluation with length={plan.length:,}": plan.length}
-        if plan.distances:
-            # A token more than the text around the key.
-            needed[f"an evaluation with distances up to {max(plan.distances):,}"] = LEAD + max(plan.distances) + 1
         for what, tokens in needed.items():
             if longest < tokens:
                 raise UserError(
                     f"{what} needs a held-out document of {tokens:,} tokens; the longest of {heldout.name} has "
                     f"{longest:,}"
                 )
-        keys = len(Vocabulary.of_text(heldout).keys) if plan.pairs else 0
-        if max(plan.pairs, default=0) > keys:
-            raise ArgumentError("pairs", f"must be at most {keys}, the number of keys; got {max(plan.pairs)}")
+        if plan.distances:
+            choose_distances(plan.distances, heldout)
+        if plan.pairs:
+            choose_pairs(plan.pairs, Vocabulary.of_text(heldout))
 
     def _describe(self, config: TrainConfig, lines: Sequence[dict[str, float]], device: str) -> dict[str, Any]:
         """The columns of the table that are known after training."""
@@ -267,12 +266,7 @@ class PlannedRun:
 
 def read_config(content: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
     """A config as a row has it."""
-    return TrainConfig(
-        model=GPTConfig(**content["model"]),
-        data=DataConfig(**content["data"]),
-        optimizer=OptimizerConfig(**content["optimizer"]),
-        run=RunConfig(**content["run"]),
-    )
+    return TrainConfig(**{name: section(**content[name]) for name, section in SECTIONS.items()})
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:

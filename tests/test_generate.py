@@ -47,26 +47,6 @@ def collect(model, prompt, tokens, sampling=None, **options):
     return torch.stack(list(generate(model, tokens, sampling, prompt=prompt, **options)), dim=1)
 
 
-def test_greedy_is_the_argmax_of_the_forward_pass(model):
-    found = collect(model, prompt(), 12, Sampling(temperature=0))
-    text = prompt()
-    for _ in range(12):
-        logits, _ = model(text)
-        text = torch.cat([text, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(found, text[:, 9:])
-
-
-@pytest.mark.parametrize("segment_size", [1, 4, 100])
-def test_reading_in_pieces_gives_the_same_logits_and_state(model, segment_size):
-    expected, _ = model(prompt())
-    prefix = Prefix.prefill(model, prompt(), segment_size=segment_size)
-    torch.testing.assert_close(prefix.logits, expected[:, -1], rtol=1e-9, atol=1e-9)
-    more = prompt(3)
-    whole, _ = model(torch.cat([prompt(), more], dim=1))
-    torch.testing.assert_close(prefix.extend(model, more).logits, whole[:, -1], rtol=1e-9, atol=1e-9)
-    assert prefix.extend(model, more).tokens == 12
-
-
 def test_a_reading_stands_for_what_was_read(model):
     before = Prefix.prefill(model, prompt()[:, :6])
     greedy = Sampling(temperature=0)

@@ -455,9 +455,3 @@ def test_the_command_names_mistakes_before_it_loads_a_model(arguments, message):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert message in " ".join(result.output.replace("│", " ").split())
-
-
-def test_a_folder_without_a_model_is_named(tmp_path):
-    result = run("generate", tmp_path, "--prompt", "a")
-    assert result.exit_code == 2
-    assert "holds no model" in " ".join(result.output.replace("│", " ").split())

@@ -25,32 +25,15 @@ from typing import Any
 
 NUMBERS = ("loss", "gradient_norm", "learning_rate", "heldout_loss")
 SMALL = [
-    "--preset",
-    "laptop",
-    "--context",
-    "256",
-    "--batch-tokens",
-    "1024",
-    "--micro-batch-tokens",
-    "512",
-    "--log-every",
-    "1",
-    "--seed",
-    "3",
+    *("--preset", "laptop", "--context", "256", "--batch-tokens", "1024", "--micro-batch-tokens", "512"),
+    *("--log-every", "1", "--seed", "3"),
 ]
 STEPS = ["--steps", "50"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    store = commands.add_parser("store", help="run the jobs and write what they give")
-    store.add_argument("file", type=Path)
-    store.add_argument("--source", type=Path, required=True, help="folder with the package sympow")
-    store.add_argument("--device", default="cpu")
+    parser, store = parsers(__doc__, "jobs")
     store.add_argument("--only", help="names of jobs, separated by commas")
-    compare = commands.add_parser("compare", help="compare two files, and fail at a difference")
-    compare.add_argument("files", type=Path, nargs=2)
     arguments = parser.parse_args()
     if arguments.command == "compare":
         sys.exit(differences(*(json.loads(file.read_text("utf-8")) for file in arguments.files)))
@@ -61,6 +44,19 @@ def main() -> None:
             stored[name] = result
             print(name, hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16], flush=True)
             arguments.file.write_text(json.dumps(stored, indent=1), "utf-8")
+
+
+def parsers(description: str | None, what: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """A parser of the two commands that store what something gives and compare it, and that of `store`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    store = commands.add_parser("store", help=f"run the {what} and write what they give")
+    store.add_argument("file", type=Path)
+    store.add_argument("--source", type=Path, required=True, help="folder with the package sympow")
+    store.add_argument("--device", default="cpu")
+    compare = commands.add_parser("compare", help="compare two files, and fail at a difference")
+    compare.add_argument("files", type=Path, nargs=2)
+    return parser, store
 
 
 class Jobs:

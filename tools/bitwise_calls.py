@@ -24,22 +24,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitwise
+
 Results = dict[str, Any]
 GATES = {"none": None, "weak": 6.0, "strong": 0.0, "closed": 3.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    store = commands.add_parser("store", help="run the calls and write hashes of what they give")
-    store.add_argument("file", type=Path)
-    store.add_argument("--source", type=Path, required=True, help="folder with the package sympow")
-    store.add_argument("--device", default="cpu")
+    parser, store = bitwise.parsers(__doc__, "calls")
     store.add_argument("--only", default="", help="a part of the names of the calls to run")
     store.add_argument("--processes", type=int, default=1, help="that share the calls, since compiling takes longest")
     store.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)
-    compare = commands.add_parser("compare", help="compare two files, and fail at a difference")
-    compare.add_argument("files", type=Path, nargs=2)
     arguments = parser.parse_args()
     if arguments.command == "compare":
         before, after = (json.loads(file.read_text("utf-8")) for file in arguments.files)

@@ -71,38 +71,20 @@ def defined(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[set[str]]:
-    """Sets of modules that import each other, directly or not, by Kosaraju's algorithm."""
-    order: list[str] = []
-    seen: set[str] = set()
+    """Sets of modules that import each other, directly or not."""
 
-    def visit(start: str, edges: Mapping[str, Iterable[str]], done: list[str]) -> None:
-        stack = [(start, iter(edges[start]))]
-        seen.add(start)
-        while stack:
-            module, others = stack[-1]
-            new = next((other for other in others if other not in seen), None)
-            if new is None:
-                done.append(module)
-                stack.pop()
-            else:
-                seen.add(new)
-                stack.append((new, iter(edges[new])))
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = set(graph[waiting.pop()]) - found
+            found |= new
+            waiting += new
+        return found
 
-    for module in graph:
-        if module not in seen:
-            visit(module, graph, order)
-    reverse: dict[str, list[str]] = {module: [] for module in graph}
-    for module, others in graph.items():
-        for other in others:
-            reverse[other].append(module)
-    seen.clear()
-    found = []
-    for module in reversed(order):
-        if module not in seen:
-            component: list[str] = []
-            visit(module, reverse, component)
-            found.append(set(component))
-    return [component for component in found if len(component) > 1]
+    after = {module: reached(module) for module in graph}
+    found = {frozenset(other for other in after[module] if module in after[other]) for module in graph}
+    return [set(circle) for circle in sorted(found, key=sorted) if circle]
 
 
 def floors(graph: Mapping[str, Iterable[str]], found: Iterable[set[str]]) -> int:

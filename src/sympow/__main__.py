@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sympow import __version__
-from sympow.cli.errors import Reported
+from sympow.cli.errors import reported
 from sympow.extras import require
 from sympow.invocation import program
 
@@ -16,7 +16,7 @@ def main() -> None:
         # The command line has this option too, but importing it takes longer.
         print(f"sympow {__version__}")
         return
-    with Reported("sympow"):
+    with reported("sympow"):
         require("typer", "cli")
         # Imported inside the block, because it takes seconds in which Ctrl-C may be pressed.
         from sympow.cli.app import app

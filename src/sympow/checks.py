@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -87,12 +87,6 @@ def check_str(name: str, value: str) -> None:
         raise ArgumentTypeError(name, f"must be a string, got {type(value).__name__}")
 
 
-def check_is_list(name: str, values: Sequence[Any]) -> None:
-    """Raises a TypeError unless the values are in a tuple or list: not a single one, and not a string of letters."""
-    if not isinstance(values, tuple | list):
-        raise ArgumentTypeError(name, f"must be a tuple or list, got {type(values).__name__}")
-
-
 def check_finite(name: str, value: float) -> None:
     """Raises unless the value is a finite number. NaN would pass every comparison with a limit."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -132,7 +126,7 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Raises unless every field of a dataclass has a value that its annotation admits."""
+    """Raises unless every field of a dataclass has a value that its annotation admits; `int` alone admits any."""
     # To mypy, classes are not hashable.
     for name, hint in _annotations(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
@@ -149,7 +143,7 @@ def check_fields(config: Any) -> None:
             check_bool(name, value)
         elif kind is str:
             check_str(name, value)
-        elif kind is int:
+        elif kind is int and limits:
             check_at_least(name, value, limits.smallest)
             if limits.largest is not None:
                 check_at_most(name, value, limits.largest, limits.why)

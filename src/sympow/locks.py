@@ -88,16 +88,6 @@ def lock_file(file: Path, *, wait: bool = True) -> Iterator[HeldLock]:
         held.release()
 
 
-@contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds the lock of a file, which need not exist, while the block runs; arguments are those of `lock_file`.
-
-    The lock is a hidden file beside it, since the file itself is replaced whenever it is written.
-    """
-    with lock_file(path.with_name(f".{path.name}{LOCK_ENDING}"), wait=wait):
-        yield
-
-
 def read_note(file: Path) -> str:
     """What the holder of a lock wrote about itself; empty if it has not yet, or does not hold the lock any more."""
     try:

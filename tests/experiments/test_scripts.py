@@ -1,7 +1,6 @@
 """The programs of experiments/: preparing the corpus, converting a teacher, and writing tables from results."""
 
 import json
-import sys
 import tarfile
 
 import pytest
@@ -12,7 +11,7 @@ from sympow.convert.evaluation import LossAtContext, ModelLosses
 from sympow.data import open_dataset, prepare
 
 
-def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, monkeypatch):
+def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys):
     for split, words in (("train", ["state", "gate"]), ("heldout", ["rotation"])):
         (tmp_path / "texts" / split).mkdir(parents=True)
         for word in words:
@@ -22,8 +21,7 @@ def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, mo
     texts, tokens = tmp_path / "texts.tar.xz", tmp_path / "tokens.tar.xz"
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["prepare_corpus.py", *map(str, arguments)])
-        prepare_corpus.main()
+        prepare_corpus.main([*map(str, arguments)])
 
     run(texts, "--out", tmp_path / "here", "--archive", tokens, "--vocab-size", 270, "--workers", 1)
     run(tokens, "--out", tmp_path / "there")
@@ -72,7 +70,7 @@ def tables_of(rows):
     return "\n".join(reproduction_tables.tables(reproduction_tables.Results(rows)))
 
 
-def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
+def test_tables_say_what_holds_and_what_does_not(tmp_path):
     rows = []
     for seed, noise in enumerate((0.0, 0.01, -0.01)):
         rows += [
@@ -91,9 +89,7 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     Store(tmp_path / "results").add("some", [StoredResult(one, {"metrics": {}}) for one in rows])
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- results: begin -->\nyesterday\n<!-- results: end -->\nAfter.\n")
-    arguments = ["--results", str(tmp_path / "results"), "--page", str(page)]
-    monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", *arguments])
-    reproduction_tables.main()
+    reproduction_tables.main(["--results", str(tmp_path / "results"), "--page", str(page)])
     text = page.read_text()
     assert text.startswith("Before.\n")
     assert text.endswith("After.\n")
@@ -160,7 +156,7 @@ def test_an_ordering_holds_only_if_it_is_the_authors():
 
 
 def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
-    assert list(reproduction_tables.tracking_tables(Store(tmp_path))) == []
+    assert list(reproduction_tables.sweep_tables(Store(tmp_path))) == []
     results = []
     for name, accuracies in (("gating", [0.5, 0.5]), ("conformal", [1.0, 0.99])):
         run = f"parity_{name}"
@@ -168,7 +164,7 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
         about = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, "settings": {}}
         results.append(StoredResult({**about, **numbers}, {}))
     Store(tmp_path).add("state_tracking", results)
-    lines = list(reproduction_tables.tracking_tables(Store(tmp_path)))
+    lines = list(reproduction_tables.sweep_tables(Store(tmp_path)))
     assert lines[0].startswith("### State tracking: accuracy in %")
     assert "| | parity (chance 50) |" in lines
     assert "| conformal | 99.5, 50.0 |" in lines
@@ -176,13 +172,13 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
     assert lines.index("| gating | 50.0, 50.0 |") < lines.index("| conformal | 99.5, 50.0 |")
     # Remedies follow by name, so that a model with noise stands beside the one without.
     Store(tmp_path).add("tracking_remedies", results)
-    lines = list(reproduction_tables.tracking_tables(Store(tmp_path)))[len(lines) :]
+    lines = list(reproduction_tables.sweep_tables(Store(tmp_path)))[len(lines) :]
     assert lines[0].startswith("### State tracking beyond the training length")
     assert lines.index("| conformal | 99.5, 50.0 |") < lines.index("| gating | 50.0, 50.0 |")
 
 
 def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
-    assert list(reproduction_tables.recall_tables(Store(tmp_path))) == []
+    assert list(reproduction_tables.sweep_tables(Store(tmp_path))) == []
     numbers = {
         "learning_rates": [0.1, 0.2],
         "best_rate": 0.2,
@@ -193,7 +189,7 @@ def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
     found = {"overall": [[0.1, 0.1], [0.5, 0.7]], "by_shape": {"64/4": [[0.1, 0.1], [1.0, 1.0]]}}
     row = {"run": "recall_mine", "sweep": "mine", "settings": {}, **numbers, **found}
     Store(tmp_path).add("recall", [StoredResult(row, {})])
-    lines = list(reproduction_tables.recall_tables(Store(tmp_path)))
+    lines = list(reproduction_tables.sweep_tables(Store(tmp_path)))
     assert "| mine | 5,000 | 20,000 | 0.2 | 9 | 60.0 ± 14.1 | 100.0 ± 0.0 |" in lines
     assert "| GLA (published) | | about 67,000 | | | 95 | |" in lines
 
@@ -269,7 +265,7 @@ def test_changes_of_a_conversion_are_checked_before_the_teacher_is_trained():
 
 
 @pytest.mark.slow
-def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
+def test_a_teacher_is_trained_and_converted(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(8):
         words = " ".join(f"{(number * 7 + place) % 97} and {place % 13}" for place in range(400))
@@ -277,17 +273,16 @@ def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
     prepare([tmp_path / "texts"], tmp_path / "data", heldout=0.3, tokenizer="bytes", workers=1)
     words = ["--scale", "smoke", "--corpus", tmp_path / "data", "--out", tmp_path / "out", "--device", "cpu"]
     words += ["--results", tmp_path / "results", "--no-compile", "--only", "data,teacher,hybrid-0,results"]
-    monkeypatch.setattr(sys, "argv", ["conversion.py", *map(str, words)])
-    conversion.main()
+    words = [*map(str, words)]
+    conversion.main(words)
     assert "| every other layer, after stage 2 | 1 | 10,240 |" in (tmp_path / "results" / "conversion.md").read_text()
     assert (tmp_path / "out" / "students" / "hybrid-0" / "model" / "model.safetensors").is_file()
     trained = json.loads((tmp_path / "out" / "teacher" / "model" / conversion.TRAINED_FILE).read_text())
     assert trained == {"teacher_tokens": 51_200, "teacher_rate": 3e-3}
     # A teacher that was interrupted continues with the settings that it was begun with.
     (tmp_path / "out" / "teacher" / "model").rename(tmp_path / "elsewhere")
-    monkeypatch.setattr(sys, "argv", ["conversion.py", *map(str, words), "--teacher-rate", "1e-3"])
     with pytest.raises(SystemExit, match="holds a teacher that was begun with"):
-        conversion.main()
+        conversion.main([*words, "--teacher-rate", "1e-3"])
 
 
 def of_text(variant, batch, rate, seed, loss, **changes):
@@ -296,7 +291,7 @@ def of_text(variant, batch, rate, seed, loss, **changes):
     return row(variant, 2, 1_024, seed, loss, run=name, changes={**changes, **size}, tokens=10 * batch)
 
 
-def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp_path, monkeypatch):
+def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp_path):
     rows = [
         # Rates that were given up after one seed do not count.
         of_text("gating", 4_096, 1e-3, 0, 3.0),
@@ -360,17 +355,15 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
     for name, of in (("rotation", others), ("text_rotation", rows)):
         Store(results).add(name, [StoredResult(one, {"metrics": {}}) for one in of])
     page.write_text(f"{reproduction_tables.BEGIN}{reproduction_tables.END}")
-    monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", "--results", str(results), "--page", str(page)])
-    reproduction_tables.main()
+    reproduction_tables.main(["--results", str(results), "--page", str(page)])
     pays = page.read_text().partition("### Does rotation pay?")[2].partition("###")[0]
     assert pays.count("| conformal |") == 2
     assert "| conformal | 1,024 | schedule cosine | +0.000 (one seed) |" in pays
     written = page.read_text()
     assert step in written
     # A folder without results, such as one of another name, leaves the page as it is.
-    monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", "--results", str(tmp_path), "--page", str(page)])
     with pytest.raises(
         SystemExit, match=f"--results must be a folder with the tables of experiments, and {tmp_path} has"
     ):
-        reproduction_tables.main()
+        reproduction_tables.main(["--results", str(tmp_path), "--page", str(page)])
     assert page.read_text() == written

@@ -329,7 +329,7 @@ class TestConfig:
                 ValueError,
                 "mlp_ratio must give the MLP at least 1 hidden unit and at most .*; got 1e-06",
             ),
-            ({"mlp_ratio": float("nan")}, ValueError, "mlp_ratio must give"),
+            ({"mlp_ratio": float("nan")}, ValueError, "mlp_ratio must be finite, got nan"),
             ({"mlp_ratio": 1e308}, ValueError, "mlp_ratio must give"),
             ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
             ({"mixer": "softmax", "power": 4}, ValueError, "power is for mixer='sympow'; got 4"),

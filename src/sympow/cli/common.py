@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from sympow.checks import check_choice, choose_device
-from sympow.cli.errors import Reported, in_flags
+from sympow.cli.errors import in_flags, reported
 from sympow.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Command(TyperCommand):
         def show_mistake(error: UserError) -> NoReturn:
             raise Mistake(in_flags(error, ctx.command.params), ctx=ctx)
 
-        with Reported(ctx.command_path, show_mistake):
+        with reported(ctx.command_path, show_mistake):
             return super().invoke(ctx)
 
 

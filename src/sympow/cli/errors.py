@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from sympow.errors import ArgumentError, StoppedError, UserError
+from sympow.invocation import under_torchrun
 
 BUG = "sympow did not expect this. If it is a bug in sympow, please report it with the lines above."
 INTERRUPTED = 130
@@ -30,49 +31,43 @@ INTERRUPTED = 130
 ALIASES = {"source": "data", "cache_policy": "cache"}
 
 
-class Reported:
-    """Context manager around a command that converts exceptions into messages and exit codes.
+@contextmanager
+def reported(program: str, on_mistake: Callable[[UserError], NoReturn] | None = None) -> Iterator[None]:
+    """Converts the exceptions of a command, which is the block, into messages and exit codes.
 
     Args:
         program: the command as it was called; each message begins with it.
         on_mistake: called with a user's mistake; does not return. By default its message is printed like any other.
     """
-
-    def __init__(self, program: str, on_mistake: Callable[[UserError], NoReturn] | None = None) -> None:
-        self.program, self.on_mistake = program, on_mistake
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._stop("interrupted", INTERRUPTED, on_every_process=False)
-        if isinstance(error, UserError):
-            # All processes of torchrun have the same arguments, and so the same mistake.
-            if self.on_mistake is not None and _first_on_machine():
-                self.on_mistake(error)
-            self._stop(f"error: {error}", 2, on_every_process=False)
+    # `from None`: the message replaces the traceback.
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _first_on_machine():
+            print(f"{program}: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
+    except UserError as error:
+        # All processes of torchrun have the same arguments, and so the same mistake.
+        if _first_on_machine():
+            if on_mistake is not None:
+                on_mistake(error)
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except StoppedError as error:
+        print(f"stopped: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except Exception as error:
         if _is_failure(error):
             # Other processes may not have failed, so each prints its own.
-            self._stop(f"error: {_describe(error)}", 1, on_every_process=True)
-        if isinstance(error, StoppedError):
-            print(f"stopped: {error}", file=sys.stderr, flush=True)
+            where = f" (process {os.environ['RANK']})" if under_torchrun() else ""
+            print(f"{program}{where}: error: {_describe(error)}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
-        if isinstance(error, Exception) and not _is_for_typer(error) and BUG not in getattr(error, "__notes__", ()):
+        if not _is_for_typer(error) and BUG not in getattr(error, "__notes__", ()):
             error.add_note(BUG)
-
-    def _stop(self, message: str, code: int, *, on_every_process: bool) -> NoReturn:
-        if on_every_process or _first_on_machine():
-            rank = os.environ.get("RANK")
-            where = f" (process {rank})" if on_every_process and rank is not None else ""
-            print(f"{self.program}{where}: {message}", file=sys.stderr, flush=True)
-        # `from None`: the message replaces the traceback.
-        raise SystemExit(code) from None
+        raise
 
 
-def _is_failure(error: BaseException | None) -> bool:
+def _is_failure(error: Exception) -> bool:
     """Whether the error is neither an invalid argument nor a bug, such as a full disk or a missing package."""
     if isinstance(error, BrokenPipeError):
         # The reader of the output, such as `head`, has exited; typer ends the command quietly.
@@ -87,7 +82,7 @@ def _is_failure(error: BaseException | None) -> bool:
     return isinstance(error, kinds)
 
 
-def _describe(error: BaseException | None) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     # Only the first line: torch adds advice on debugging kernels.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +13,6 @@ from sympow.errors import ArgumentError, UserError
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.invocation import first_process, recorded_command, under_torchrun
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def evaluate(
@@ -59,6 +55,7 @@ def evaluate(
         torchrun --nproc-per-node 8 -m sympow evaluate RUN/model
     """
     import torch
+    import torch.distributed as dist
 
     from sympow.evaluate.model_evaluation import (
         EvaluationSetting,
@@ -69,6 +66,7 @@ def evaluate(
     )
     from sympow.generation.load import in_transformers_format, load_model, load_tokenizer
     from sympow.report.evaluation_summary import print_evaluations, save_evaluations
+    from sympow.train.processes import process_group
 
     device, dtype = device_and_dtype(device, dtype)
     for path in checkpoints if under_torchrun() else ():
@@ -100,12 +98,13 @@ def evaluate(
         typer.echo(sample.title)
         for note in sample.notes:
             typer.echo(note, err=True)
-    with _processes(device) as group:
+    with process_group(device) if under_torchrun() else nullcontext():
         found = {
             name: evaluate_model(
                 path,
                 setting,
-                group,
+                # None if there is no group of processes.
+                dist.group.WORLD,
                 # Not kept in a variable, which would hold one model while the next is loaded.
                 model=load_model(path, device, torch.float32) if in_transformers_format(path) else None,
                 tokenizer=tokenizer,
@@ -119,17 +118,3 @@ def evaluate(
         facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)
         typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
-
-
-@contextmanager
-def _processes(device: str) -> Iterator[ProcessGroup | None]:
-    """The process group of torchrun's processes; None if this is the only process."""
-    if not under_torchrun():
-        yield None
-        return
-    import torch.distributed as dist
-
-    from sympow.train.processes import process_group
-
-    with process_group(device):
-        yield dist.group.WORLD

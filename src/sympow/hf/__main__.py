@@ -11,7 +11,7 @@ import argparse
 import runpy
 import sys
 
-from sympow.cli.errors import Reported
+from sympow.cli.errors import reported
 from sympow.hf import convert_to_native, convert_to_transformers
 
 CONVERSIONS = {"to-transformers": convert_to_transformers, "to-native": convert_to_native}
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.argv = [chosen.module, *chosen.arguments]
         runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
         return
-    with Reported(parser.prog, lambda error: parser.error(str(error))):
+    with reported(parser.prog, lambda error: parser.error(str(error))):
         CONVERSIONS[chosen.command](chosen.folder, chosen.out)
 
 

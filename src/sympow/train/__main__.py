@@ -1,12 +1,12 @@
 """`torchrun -m sympow.train`: the command `sympow train` in each process."""
 
-from sympow.cli.errors import Reported
+from sympow.cli.errors import reported
 from sympow.extras import require
 
 
 def main() -> None:
     """Entry point of every process."""
-    with Reported("sympow.train"):
+    with reported("sympow.train"):
         require("typer", "cli")
         from sympow.cli.train import main as run
 
