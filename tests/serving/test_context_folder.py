@@ -23,7 +23,7 @@ from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
 from sympow.serving.web.context_folder import WRITING, ContextFolder, Record, is_id, new_id
-from sympow.serving.web.context_store import ContextStore
+from sympow.serving.web.contexts import ContextStore
 from sympow.serving.web.errors import ApiError
 
 # Writes contexts until it is killed, and says when each begins.

@@ -19,7 +19,7 @@ from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
 from sympow.serving.web.app import create_app
 from sympow.serving.web.context_folder import ContextFolder
-from sympow.serving.web.context_store import ContextStore
+from sympow.serving.web.contexts import ContextStore
 from sympow.serving.web.gatekeeping import ServerOptions, allowed_hosts
 from sympow.serving.web.openai import Service
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import PurePath
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
@@ -93,7 +93,7 @@ def create_app(service: Service) -> ASGIApp:
     )
     _add_errors(app)
     openai.add_routes(app, service)
-    contexts.add_routes(app, service)
+    contexts.add_routes(app, service.contexts, [Depends(service.check_open)])
     _add_monitoring(app, service)
     page = _add_page(app)
     return Gatekeeper(app, service.options, service.counts, public=("/health", *page), routes=ROUTES)

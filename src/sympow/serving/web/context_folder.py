@@ -89,8 +89,10 @@ class ContextFolder:
         path.mkdir(parents=True, exist_ok=True)
         self._own = path / f"{WRITING}{secrets.token_hex(8)}"
         with lock_file(path / FOLDER_LOCK_FILE):
+            # A folder whose lock is free is that of a process that no longer lives.
             for folder in path.glob(f"{WRITING}*"):
-                _remove_if_abandoned(folder)
+                with suppress(BlockingIOError), lock_file(folder / LOCK_FILE, wait=False):
+                    shutil.rmtree(folder, ignore_errors=True)
             self._own.mkdir()
             self._lock = os.open(self._own / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             lock_descriptor(self._lock)
@@ -172,18 +174,3 @@ class ContextFolder:
         except ValueError:
             return None
         return record if record.id == id_ and words.get("fingerprint") == self._fingerprint else None
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    """Removes the `.writing-…` folder of a process that no longer lives."""
-    try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
-    except FileNotFoundError:
-        # Its process was killed while it created or removed the folder; both happen under locks that are free now.
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    try:
-        if lock_descriptor(handle, blocking=False):
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)

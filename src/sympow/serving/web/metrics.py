@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from sympow.serving.engine.engine import Engine
 from sympow.serving.engine.scheduler import TTFT_BUCKETS
-from sympow.serving.web.context_store import ContextStore
+from sympow.serving.web.contexts import ContextStore
 from sympow.serving.web.gatekeeping import HttpCounts
 
 

@@ -26,7 +26,7 @@ from sympow.serving.engine.engine import Engine
 from sympow.serving.engine.request import Request
 from sympow.serving.web.answers import Answer, TokenNames
 from sympow.serving.web.bodies import ChatBody, CompletionBody, GenerationBody, Prompt
-from sympow.serving.web.context_store import ContextStore
+from sympow.serving.web.contexts import ContextStore
 from sympow.serving.web.errors import ApiError, given_by_client, stopping
 from sympow.serving.web.exchange import Exchange, StreamedAnswer
 from sympow.serving.web.gatekeeping import HttpCounts, ServerOptions
