@@ -19,12 +19,13 @@ import torch
 from server_process import ServerProcess, save_tiny_model, until
 
 from sympow import tensor_file
+from sympow.errors import ArgumentError
 from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
 from sympow.serving.web.context_folder import WRITING, ContextFolder, Record, is_id, new_id
 from sympow.serving.web.contexts import ContextStore
-from sympow.serving.web.errors import ApiError
+from sympow.serving.web.errors import ApiError, api_error
 
 # Writes contexts until it is killed, and says when each begins.
 WRITER = """
@@ -260,9 +261,10 @@ def test_a_context_that_is_written_just_now_is_listed_once(opened, text_model, m
 
 def test_a_name_that_is_no_text_is_refused(opened, text_model):
     async def scenario(store):
-        with pytest.raises(ApiError, match="name is not UTF-8 text: character 1 ") as caught:
+        with pytest.raises(ArgumentError, match="name is not UTF-8 text: character 1 ") as caught:
             await store.create("x", "a\ud800b")
-        assert (caught.value.status_code, caught.value.param) == (400, "name")
+        told = api_error(caught.value)
+        assert (told.status_code, told.param) == (400, "name")
         assert store.list() == []
 
     in_a_store(text_model, opened(), scenario)

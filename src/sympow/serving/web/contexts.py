@@ -28,7 +28,7 @@ from sympow.serving.engine.completion import Prefilling
 from sympow.serving.engine.engine import Engine
 from sympow.serving.web.bodies import StrictModel
 from sympow.serving.web.context_folder import ContextFolder, Record, is_id, new_id
-from sympow.serving.web.errors import NO_RETRY, ApiError, failed, given_by_client, not_sent_as_json, queue_full
+from sympow.serving.web.errors import NO_RETRY, ApiError, failed, not_sent_as_json, queue_full
 
 logger = logging.getLogger(__name__)
 
@@ -210,9 +210,8 @@ class ContextStore:
     async def _begin(self, text: str, name: str, parent: str | None) -> Context:
         if len(name) > LONGEST_NAME:
             raise ApiError(400, f"name must have at most {LONGEST_NAME} characters, got {len(name):,}", param="name")
-        with given_by_client(("name",)):
-            # No response could hold such a name, so it would break the list of contexts for all clients.
-            check_text("name", name)
+        # No response could hold such a name, so it would break the list of contexts for all clients.
+        check_text("name", name)
         if not self._folder.exists():
             message = "the server's folder of contexts has been removed: contexts can be made after a restart"
             raise ApiError(500, message, "server_error", code="contexts_removed", headers=NO_RETRY)
@@ -236,8 +235,7 @@ class ContextStore:
                 submit = partial(
                     self._engine.submit_prefill, text, prefix=before, progress=progress, check=reading.check_kept
                 )
-                with given_by_client(("text",)):
-                    reading.prefilling = await asyncio.get_running_loop().run_in_executor(self._tokenizing, submit)
+                reading.prefilling = await asyncio.get_running_loop().run_in_executor(self._tokenizing, submit)
                 context.tokens += reading.prefilling.tokens
         except BaseException:
             del self._reading[context.id]
