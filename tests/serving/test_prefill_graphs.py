@@ -153,8 +153,7 @@ def test_without_memory_for_a_graph_segments_are_the_same_without_it(four_length
 
     model = make(dtype=torch.float32)
     graphs, expected = graphs_of(model), graphs_of(model).prefill(some_tokens(7), None)
-    for call in graphs._calls.values():
-        call._capture = True
+    graphs.calls._capture = True
     monkeypatch.setattr(torch.cuda, "CUDAGraph", NoMemory)
     graphs.prefill(some_tokens(3), None)
     graphs.prefill(some_tokens(5), None)

@@ -297,7 +297,7 @@ class Engine:
         tokens = self._tokens("text", text, prefix, check)
         self._check_room("text", len(tokens), prefix, 0)
         handle = Prefilling(len(tokens), progress, self._scheduler.wake)
-        self._scheduler.submit_context(ContextPrefill(tokens, self.segment_size, prefix, handle=handle))
+        self._scheduler.submit(ContextPrefill(tokens, self.segment_size, prefix, handle=handle))
         return handle
 
     def warm_up(self) -> None:

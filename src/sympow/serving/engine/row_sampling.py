@@ -7,14 +7,14 @@ that one captured CUDA graph works for all settings. There is one graph for each
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sympow.generation.decoder import CapturedCall
 from sympow.generation.sampling import HostCopy, Sampling
+from sympow.serving.engine.captured import CapturedCalls
+from sympow.serving.engine.completion import TokenLogprob
 
 
 class Settings(NamedTuple):
@@ -34,22 +34,6 @@ class Needs(NamedTuple):
     sampling: bool
     truncation: bool
     logprobs: bool
-
-
-class Choice(NamedTuple):
-    """The sampled token of one row.
-
-    Attributes:
-        token: the token.
-        finite: whether the row's logits were finite, so that the token means something.
-        logprob: log-probability of the token; None if no row asked for log-probabilities.
-        top: the most likely tokens with their log-probabilities; empty if no row asked for them.
-    """
-
-    token: int
-    finite: bool
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
 
 
 def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings, needs: Needs) -> Tensor:
@@ -100,14 +84,16 @@ class RowSampler:
         tokens: buffer that the chosen tokens are written to, (b,) int64.
         top: the largest number of most likely tokens that a row may ask for.
         graphs: whether to capture CUDA graphs, on a GPU.
+
+    Attributes:
+        calls: the graphs.
     """
 
     def __init__(self, logits: Tensor, seen: Tensor, tokens: Tensor, *, top: int, graphs: bool) -> None:
         self._logits, self._seen, self._tokens = logits, seen, tokens
         slots, vocabulary = logits.shape
         self._top = min(top, vocabulary)
-        self._capture = graphs and logits.is_cuda
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self.calls = CapturedCalls(capture=graphs and logits.is_cuda, optional=False)
         self._settings = logits.new_ones(len(Settings._fields), slots)
         self._noise = torch.ones_like(logits)
         self._of_all = torch.Generator(logits.device)
@@ -117,7 +103,6 @@ class RowSampler:
         self._chosen = torch.zeros(slots, 2, dtype=torch.int64, device=logits.device)
         self._logprobs = torch.zeros(slots, 1 + self._top, dtype=logits.dtype, device=logits.device)
         self._likely = torch.zeros(slots, self._top, dtype=torch.int64, device=logits.device)
-        self._calls: dict[tuple[int, Needs], CapturedCall] = {}
 
     def put(self, row: int, sampling: Sampling, seed: int | None, *, logprobs: bool) -> None:
         """Gives a row its settings, and a generator if it has a seed."""
@@ -154,18 +139,9 @@ class RowSampler:
         )
         if needs.sampling:
             self._draw(rows, tiny)
-        key = (batch_rows, needs)
-        if key not in self._calls:
-            # Not a lambda: the traceback of an error would keep the sampler alive through it.
-            call = partial(self._choose, batch_rows, needs)
-            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
-        self._calls[key]()
+        self.calls(self._choose, batch_rows, needs)
         chosen = self._chosen[:rows]
         return Transfer(chosen, self._logprobs[:rows], self._likely[:rows]) if needs.logprobs else Transfer(chosen)
-
-    def close(self) -> None:
-        """Drops the captured graphs, which refer to the sampler, so that its memory can be freed."""
-        self._calls.clear()
 
     def _draw(self, rows: int, tiny: float) -> None:
         """Draws new noise for the rows that sample, from their own generators if they have a seed."""
@@ -204,13 +180,17 @@ class Transfer:
     def __init__(self, *tensors: Tensor) -> None:
         self._copy = HostCopy(*tensors)
 
-    def wait(self) -> list[Choice]:
-        """Waits for the copy, and not for kernels launched after it; returns one choice per row."""
+    def wait(self) -> list[TokenLogprob | None]:
+        """Waits for the copy, and not for kernels launched after it.
+
+        Returns:
+            the token of each row, without log-probabilities if no row asked for them; None: the row's logits were not
+            finite, so that no token means anything.
+        """
         chosen, *known = (copy.tolist() for copy in self._copy.wait())
-        if not known:
-            return [Choice(token, bool(finite), None, ()) for token, finite in chosen]
-        rows = zip(chosen, *known, strict=True)
+        logprobs, likely = known or ([(None,)] * len(chosen), [()] * len(chosen))
+        rows = zip(chosen, logprobs, likely, strict=True)
         return [
-            Choice(token, bool(finite), logprobs[0], tuple(zip(likely, logprobs[1:], strict=True)))
-            for (token, finite), logprobs, likely in rows
+            TokenLogprob(token, own, tuple(zip(top, values, strict=True))) if finite else None
+            for (token, finite), (own, *values), top in rows
         ]
