@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import replace
 from traceback import clear_frames
 
 import torch
@@ -30,37 +31,10 @@ from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.request import ContextPrefill, Prefill, Request
 from sympow.serving.engine.row_sampling import RowSampler
 from sympow.serving.engine.slots import Slots
-
-# Upper bounds, in seconds, of the histogram of the time to first token; one more bucket counts those beyond.
-TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+from sympow.serving.engine.stats import TTFT_BUCKETS, EngineStats
 
 # Texts of several segments that are prefilled in turns. Each holds a state beside those of the slots.
 TEXTS_IN_TURN = 4
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """What the worker has counted since its start.
-
-    Attributes:
-        submitted, rejected: requests accepted, and refused because the queue was full.
-        finished: ended requests by finish reason.
-        prompt_tokens: tokens that were prefilled, without those from the prefix cache.
-        generated_tokens: tokens that were generated.
-        steps: decoding steps.
-        ttft_counts: histogram of the time to first token: entry i counts requests above bound i − 1 and up to bound i
-            of `TTFT_BUCKETS`; the last entry counts requests above all bounds.
-        ttft_sum: sum of the time to first token over all requests, in seconds.
-    """
-
-    submitted: int = 0
-    rejected: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    ttft_counts: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
-    ttft_sum: float = 0.0
 
 
 def mark_now(device: torch.device) -> torch.cuda.Event | None:
@@ -86,6 +60,9 @@ class Scheduler:
         rows: the number of slots.
         segment_size: tokens to prefill between two steps.
         max_queue: the most requests beyond those in slots.
+
+    Attributes:
+        failure: what ended the worker; None if it runs or was closed.
     """
 
     def __init__(
@@ -100,7 +77,7 @@ class Scheduler:
         segment_size: int,
         max_queue: int,
     ) -> None:
-        self._model, self._slots, self._sampler, self.cache = model, slots, sampler, cache
+        self._model, self._slots, self._sampler, self._cache = model, slots, sampler, cache
         self._prefill_graphs = prefill_graphs
         self._segment_size, self._limit = segment_size, rows + max_queue
         self._device = model.embedding.weight.device
@@ -112,14 +89,15 @@ class Scheduler:
         self._queue: deque[Request | ContextPrefill] = deque()
         self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._cancelled = self._closing = self._aborting = False
-        # What ended the worker; None if it runs or was closed.
         self.failure: BaseException | None = None
         self._in_flight = 0
         self._turns: deque[Request | ContextPrefill] = deque()
         # Texts of several segments that wait to begin while `TEXTS_IN_TURN` others are in prefill.
         self._put_off: deque[Request | ContextPrefill] = deque()
         self._rows: list[Request | None] = [None] * rows
-        self.counts = Counts()
+        self._stats = EngineStats(
+            slots=rows, max_queue=max_queue, slot_nbytes=slots.nbytes // rows, prefix_budget=cache.budget
+        )
         self._thread = threading.Thread(target=self._run, name="sympow-engine", daemon=True)
         self._thread.start()
 
@@ -130,11 +108,11 @@ class Scheduler:
             self.check_open()
             if isinstance(work, Request):
                 if self._in_flight >= self._limit:
-                    self.counts.rejected += 1
+                    self._stats.rejected += 1
                     raise QueueFullError(
                         f"{self._in_flight} requests run or wait already, as many as this engine takes"
                     )
-                self.counts.submitted += 1
+                self._stats.submitted += 1
                 self._in_flight += 1
             self._queue.append(work)
             self._changed.notify()
@@ -166,18 +144,25 @@ class Scheduler:
                 self._changed.notify()
             self._thread.join()
 
-    @property
-    def running(self) -> int:
-        return sum(request is not None for request in self._rows)
-
-    @property
-    def prefilling(self) -> int:
-        return len(self._turns) + len(self._put_off)
-
-    @property
-    def queued(self) -> int:
+    def stats(self) -> EngineStats:
         with self._changed:
-            return sum(isinstance(work, Request) for work in self._queue)
+            queued = sum(isinstance(work, Request) for work in self._queue)
+        cache = self._cache
+        return replace(
+            deepcopy(self._stats),
+            running=self._running,
+            prefilling=len(self._turns) + len(self._put_off),
+            queued=queued,
+            prefix_hits=cache.hits,
+            prefix_misses=cache.misses,
+            prefix_hit_tokens=cache.hit_tokens,
+            prefix_entries=len(cache),
+            prefix_nbytes=cache.nbytes,
+        )
+
+    @property
+    def _running(self) -> int:
+        return sum(request is not None for request in self._rows)
 
     @property
     def alive(self) -> bool:
@@ -248,7 +233,7 @@ class Scheduler:
         """Gives free slots to requests in order of arrival, and starts contexts, which need no slot."""
         with self._changed:
             prefilling = sum(isinstance(work, Request) for work in (*self._turns, *self._put_off))
-            free = len(self._rows) - self.running - prefilling
+            free = len(self._rows) - self._running - prefilling
             waiting: deque[Request | ContextPrefill] = deque()
             for work in self._queue:
                 if isinstance(work, ContextPrefill):
@@ -277,7 +262,7 @@ class Scheduler:
             if self._put_off and begun < TEXTS_IN_TURN:
                 self._turns.appendleft(self._put_off.popleft())
             work = self._turns[0]
-            work.look_up(self.cache)
+            work.look_up(self._cache)
             if not (work.begun or work.in_one_segment):
                 if begun >= TEXTS_IN_TURN:
                     work.put_off()
@@ -293,8 +278,8 @@ class Scheduler:
             left -= computed
             try:
                 if length:
-                    work.advance(self._model, self.cache, self._prefill_graphs)
-                    self.counts.prompt_tokens += length
+                    work.advance(self._model, self._cache, self._prefill_graphs)
+                    self._stats.prompt_tokens += length
                 self._launched.append((mark_now(self._device), work, work.position))
                 self._launched_in_round += 1
                 self._await_launched(len(self._launched))
@@ -365,7 +350,7 @@ class Scheduler:
         if overlapped and any(r is not None and r.generated + 1 < r.max_tokens for r in self._rows):
             self._slots.step(rows)
         choices = transfer.wait()
-        self.counts.steps += 1
+        self._stats.steps += 1
         for row, request in enumerate(self._rows[:rows]):
             if request is not None:
                 self._deliver(row, request, choices[row])
@@ -376,7 +361,7 @@ class Scheduler:
 
     def _compact(self) -> int:
         """Moves requests from the last rows into free ones if that makes the batch smaller; returns the rows in use."""
-        running = self.running
+        running = self._running
         last = max((row + 1 for row, request in enumerate(self._rows) if request is not None), default=0)
         while running and self._slots.batch_rows(running) < self._slots.batch_rows(last):
             gap = self._rows.index(None)
@@ -387,7 +372,7 @@ class Scheduler:
         return last
 
     def _deliver(self, row: int, request: Request, choice: TokenLogprob | None) -> None:
-        self.counts.generated_tokens += choice is not None
+        self._stats.generated_tokens += choice is not None
         try:
             event = request.take(choice)
         except Exception as error:  # noqa: BLE001 - a tokenizer's, on this text alone; its caller is told
@@ -400,12 +385,12 @@ class Scheduler:
         if request.generated == 1 and event.tokens:
             assert request.handle.first_token_at is not None
             seconds = request.handle.first_token_at - request.handle.created
-            self.counts.ttft_sum += seconds
-            self.counts.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
+            self._stats.ttft_sum += seconds
+            self._stats.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
 
     def warm_up(self) -> None:
         """Does the work of `Engine.warm_up`; called in the worker, while no request runs."""
-        if self.running:
+        if self._running:
             raise RuntimeError("warm_up must be called before requests run")
         on_gpu = self._device.type == "cuda"
         if self._prefill_graphs is not None:
@@ -456,7 +441,7 @@ class Scheduler:
             return
         with self._changed:
             self._in_flight -= 1
-        self.counts.finished[last.finish_reason] += 1
+        self._stats.finished[last.finish_reason] += 1
         work.end(last)
 
     def _end_all(self) -> None:
@@ -480,7 +465,7 @@ class Scheduler:
             if owner is not None:
                 owner.calls.clear()
         del self._slots, self._sampler, self._prefill_graphs
-        self.cache.clear()
+        self._cache.clear()
 
 
 def _failed(error: Exception) -> Event:

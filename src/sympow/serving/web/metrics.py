@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from sympow.serving.engine.engine import Engine
-from sympow.serving.engine.scheduler import TTFT_BUCKETS
+from sympow.serving.engine.stats import TTFT_BUCKETS
 from sympow.serving.web.contexts import ContextStore
 from sympow.serving.web.gatekeeping import HttpCounts
 
