@@ -322,13 +322,6 @@ def test_a_context_can_be_cancelled(small):
         assert 0 < prefilling.done_tokens < 100_000
         assert engine.stats().prefilling == 0
 
-        def refuse(*_):
-            raise OverflowError("no more")
-
-        with pytest.raises(RequestError, match="OverflowError: no more"):
-            engine.prefill("text", progress=refuse)
-        assert engine.submit("a", max_tokens=1, seed=1).result(60).finish_reason
-
 
 def test_a_long_prompt_delays_nobody_by_more_than_a_segment(small, monkeypatch):
     """Between two steps of a running request at most one segment is prefilled, by long prompts in turn."""

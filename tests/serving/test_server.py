@@ -138,14 +138,6 @@ def test_seeds_of_choices_are_counted_from_the_one_that_was_given(served, seed, 
     assert [choice.text for choice in choices] == expected
 
 
-def test_stop_strings_end_the_text(served):
-    whole = alone(served.text_model, "stop", 40)
-    stop = whole[7:9]
-    answer = complete(served, "stop", 40, stop=["never in it", stop]).choices[0]
-    assert answer.text == whole[: whole.index(stop)]
-    assert answer.finish_reason == "stop"
-
-
 def test_log_probabilities_belong_to_tokens(served):
     answer = complete(served, "log", 6, logprobs=3, echo=True).choices[0]
     found = answer.logprobs
