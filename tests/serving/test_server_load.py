@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx2 as httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, save_tiny_model, until
+from server_process import ServerProcess, metrics, save_tiny_model, until
 
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
@@ -55,8 +54,7 @@ async def text_of(client, stream, **settings):
 
 def numbers(process):
     with httpx.Client(base_url=process.url) as client:
-        families = text_string_to_metric_families(client.get("/metrics").text)
-        return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        return metrics(client)
 
 
 def resident_bytes(process):

@@ -7,6 +7,7 @@ that one captured CUDA graph works for all settings. There is one graph for each
 
 from __future__ import annotations
 
+from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import torch
@@ -15,16 +16,6 @@ from torch import Tensor
 from sympow.generation.sampling import HostCopy, Sampling
 from sympow.serving.engine.captured import CapturedCalls
 from sympow.serving.engine.completion import TokenLogprob
-
-
-class Settings(NamedTuple):
-    """The fields of `Sampling` as tensors with one number per row, (b, 1), in the dtype of the logits."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalty: Tensor
 
 
 class Needs(NamedTuple):
@@ -36,7 +27,7 @@ class Needs(NamedTuple):
     logprobs: bool
 
 
-def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings, needs: Needs) -> Tensor:
+def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Tensor, needs: Needs) -> Tensor:
     """The next token of each row, (b,).
 
     Args:
@@ -44,35 +35,37 @@ def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings,
         seen: which tokens occurred in prompt and completion, (b, vocabulary) bool.
         noise: samples of an exponential distribution, (b, vocabulary), for rows that sample: argmax of probability /
             noise is a sample.
+        settings: the fields of `Sampling` in their order, one number per row, (5, b), in the dtype of the logits.
     """
     limits = torch.finfo(logits.dtype)
+    temperature, top_k, top_p, min_p, penalty = settings.unsqueeze(-1)
     if needs.penalty:
-        penalty = settings.repetition_penalty.clamp(limits.tiny, limits.max)
+        penalty = penalty.clamp(limits.tiny, limits.max)
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
         logits = torch.where(seen & (penalty != 1), penalized, logits)
     best = logits.argmax(-1)
     if not needs.sampling:
         return best
-    greedy = settings.temperature < limits.tiny
-    scaled = (logits - logits.amax(-1, keepdim=True)) / settings.temperature.masked_fill(greedy, 1.0)
+    greedy = temperature < limits.tiny
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
     if needs.truncation:
-        scaled = _truncated(scaled, settings)
+        scaled = _truncated(scaled, top_k, top_p, min_p)
     sampled = (scaled.softmax(-1) / noise).argmax(-1)
     return torch.where(greedy.squeeze(1), best, sampled)
 
 
-def _truncated(logits: Tensor, settings: Settings) -> Tensor:
+def _truncated(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits with −∞ for the tokens that a row's top_k, min_p and top_p leave out, in this order."""
     vocabulary = logits.shape[-1]
-    last = torch.where(settings.top_k > 0, settings.top_k, vocabulary).clamp(max=vocabulary).long() - 1
+    last = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).long() - 1
     least = logits.sort(dim=-1, descending=True).values.gather(-1, last)
     logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = logits.softmax(-1)
-    too_rare = probabilities < settings.min_p * probabilities.amax(-1, keepdim=True)
+    too_rare = probabilities < min_p * probabilities.amax(-1, keepdim=True)
     logits = logits.masked_fill(too_rare, -torch.inf)
     ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
     # The more likely tokens already have a total probability of top_p.
-    enough = (ordered.cumsum(-1) - ordered >= settings.top_p) & (settings.top_p < 1)
+    enough = (ordered.cumsum(-1) - ordered >= top_p) & (top_p < 1)
     return logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
 
 
@@ -94,7 +87,7 @@ class RowSampler:
         slots, vocabulary = logits.shape
         self._top = min(top, vocabulary)
         self.calls = CapturedCalls(capture=graphs and logits.is_cuda, optional=False)
-        self._settings = logits.new_ones(len(Settings._fields), slots)
+        self._settings = logits.new_ones(len(fields(Sampling)), slots)
         self._noise = torch.ones_like(logits)
         self._of_all = torch.Generator(logits.device)
         self._of_all.seed()
@@ -109,7 +102,7 @@ class RowSampler:
         device = self._logits.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._rows[row] = (sampling, generator, logprobs)
-        numbers = [float(getattr(sampling, name)) for name in Settings._fields]
+        numbers = [float(number) for number in astuple(sampling)]
         # Settings beyond the range of the dtype become its largest number, not infinity.
         limits = torch.finfo(self._settings.dtype)
         settings = torch.tensor(numbers, dtype=torch.float64).clamp(max=limits.max)
@@ -160,8 +153,7 @@ class RowSampler:
     @torch.no_grad()
     def _choose(self, rows: int, needs: Needs) -> None:
         logits, seen, noise = self._logits[:rows], self._seen[:rows], self._noise[:rows]
-        settings = Settings(*self._settings[:, :rows].unsqueeze(-1).unbind())
-        token = choose_rows(logits, seen, noise, settings, needs)
+        token = choose_rows(logits, seen, noise, self._settings[:, :rows], needs)
         self._tokens[:rows] = token
         self._chosen[:rows, 0] = token
         # The largest logit of a row is NaN or infinite if any is NaN or +∞, or all are −∞.

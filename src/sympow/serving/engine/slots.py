@@ -153,7 +153,8 @@ class Slots:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.logits = torch.zeros(rows, vocabulary, dtype=dtype, device=device)
         self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
-        self._layers = [_empty_cache(model, block.mixer, rows, window, max_context) for block in model.blocks]
+        mixers = [mixer for mixer in model.modules() if isinstance(mixer, Mixer)]
+        self._layers = [_empty_cache(model, mixer, rows, window, max_context) for mixer in mixers]
         self._window = window if isinstance(self._layers[0], Window) else None
         self._held = [0] * rows  # tokens in the window of each row
         self._fronts: dict[tuple[int, int], list[PaddedCache]] = {}

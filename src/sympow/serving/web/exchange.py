@@ -44,7 +44,7 @@ class Exchange:
         self.error: ApiError | None = None
         self._ended = False
         self._receive, self._counts, self._running = receive, counts, running
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         message = f"the request took longer than {timeout:g} seconds, this server's limit; ask for fewer tokens"
         late = ApiError(504, message, "timeout", code="timeout", headers=NO_RETRY)
         self._timer = asyncio.get_running_loop().call_later(timeout, self.fail, late)
