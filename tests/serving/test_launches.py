@@ -6,11 +6,10 @@ On a CPU a launch is its computation, so marks that pass only when the host wait
 import threading
 
 import pytest
-import torch
+from serving.small_model import small_model
 
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.generation.text import TextModel
-from sympow.model import GPT, GPTConfig
 from sympow.serving import Engine, RequestError
 
 
@@ -53,9 +52,7 @@ def device(monkeypatch):
 
 
 def an_engine(slots: int = 2) -> Engine:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")).double().eval()
-    return Engine(TextModel(model, ByteTokenizer()), slots, segment_size=8, prefix_cache_bytes=0)
+    return Engine(TextModel(small_model(layers=1), ByteTokenizer()), slots, segment_size=8, prefix_cache_bytes=0)
 
 
 def test_contexts_are_launched_no_further_than_a_round_ahead(device):

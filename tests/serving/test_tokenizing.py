@@ -8,10 +8,9 @@ import json
 import threading
 
 import pytest
-import torch
 from serving.in_process import serving
+from serving.small_model import small_model
 
-from sympow import GPT, GPTConfig
 from sympow.data import pieces
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.generation.chat import ChatTemplate
@@ -38,9 +37,8 @@ class Watched(ByteTokenizer):
 
 @pytest.fixture
 def text_model():
-    torch.manual_seed(0)
     tokenizer = Watched()
-    yield TextModel(GPT(GPTConfig(vocab_size=257, layers=1, width=16, heads=1)).eval(), tokenizer)
+    yield TextModel(small_model(layers=1), tokenizer)
     tokenizer.go_on.set()
 
 

@@ -157,20 +157,17 @@ class ContextFolder:
         shutil.rmtree(rubbish)
 
     def _look(self, id_: str) -> Record | None:
-        """A context's record; None if it cannot be used. A file that cannot be opened is tried again next time."""
+        """A context's record; None if it is of another model, or damaged, or cannot be opened now."""
         if id_ not in self._known:
+            folder = self.path / id_
             try:
-                self._known[id_] = self._read(id_)
+                record = RECORDS.validate_json((folder / RECORD_FILE).read_bytes())
+                words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
+                usable = record.id == id_ and words.get("fingerprint") == self._fingerprint
+                self._known[id_] = record if usable else None
+            except ValueError:
+                self._known[id_] = None
             except OSError:
+                # It is tried again next time.
                 return None
         return self._known[id_]
-
-    def _read(self, id_: str) -> Record | None:
-        """A context's record from disk; None if it is of another model, or damaged."""
-        folder = self.path / id_
-        try:
-            record = RECORDS.validate_json((folder / RECORD_FILE).read_bytes())
-            words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
-        except ValueError:
-            return None
-        return record if record.id == id_ and words.get("fingerprint") == self._fingerprint else None

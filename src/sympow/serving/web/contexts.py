@@ -147,15 +147,50 @@ class ContextStore:
             raise _unknown(id_)
         return self._ready(record)
 
-    async def create(self, text: str, name: str) -> Context:
-        """Starts to prefill a text."""
-        if not text:
-            raise ApiError(400, "text must not be empty", param="text")
-        return await self._begin(text, name, None)
+    async def create(self, text: str, name: str, parent: str | None = None) -> Context:
+        """Starts to prefill a text.
 
-    async def fork(self, id_: str, text: str, name: str) -> Context:
-        """Starts to prefill a text after another context, which is not changed; the text may be empty."""
-        return await self._begin(text, name, id_)
+        Args:
+            parent: id of the context that the text follows, which is not changed; the text may then be empty.
+        """
+        if not text and parent is None:
+            raise ApiError(400, "text must not be empty", param="text")
+        if len(name) > LONGEST_NAME:
+            raise ApiError(400, f"name must have at most {LONGEST_NAME} characters, got {len(name):,}", param="name")
+        # No response could hold such a name, so it would break the list of contexts for all clients.
+        check_text("name", name)
+        if not self._folder.exists():
+            message = "the server's folder of contexts has been removed: contexts can be made after a restart"
+            raise ApiError(500, message, "server_error", code="contexts_removed", headers=NO_RETRY)
+        if len(self._reading) >= MOST_READING:
+            raise queue_full(f"{MOST_READING} contexts are being read already; try again later")
+        there = len(self._folder.records().keys() | self._reading.keys())
+        if there >= self._max_contexts:
+            message = f"there are {there:,} contexts, as many as this server keeps: delete one first"
+            raise ApiError(400, message, code="too_many_contexts")
+        context = Context(new_id(), name, int(time.time()), parent)
+        # Registered before the first await, so that concurrent requests do not exceed the limits above.
+        reading = self._reading[context.id] = Reading(context)
+        try:
+            before = None if parent is None else await self.prefix(parent)
+            context.tokens = context.tokens_read = start = 0 if before is None else before.tokens
+
+            def progress(done: int, _: int) -> None:
+                context.tokens_read = start + done
+
+            if text:
+                submit = partial(
+                    self._engine.submit_prefill, text, prefix=before, progress=progress, check=reading.check_kept
+                )
+                reading.prefilling = await asyncio.get_running_loop().run_in_executor(self._tokenizing, submit)
+                context.tokens += reading.prefilling.tokens
+        except BaseException:
+            del self._reading[context.id]
+            raise
+        if reading.deleted:
+            reading.cancel()
+        reading.task = asyncio.create_task(self._finish(reading, before))
+        return context
 
     async def delete(self, id_: str) -> None:
         """Deletes a context, and cancels its prefill. Requests that have started from it continue."""
@@ -206,44 +241,6 @@ class ContextStore:
             await asyncio.wait([*tasks])
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._folder.close)
-
-    async def _begin(self, text: str, name: str, parent: str | None) -> Context:
-        if len(name) > LONGEST_NAME:
-            raise ApiError(400, f"name must have at most {LONGEST_NAME} characters, got {len(name):,}", param="name")
-        # No response could hold such a name, so it would break the list of contexts for all clients.
-        check_text("name", name)
-        if not self._folder.exists():
-            message = "the server's folder of contexts has been removed: contexts can be made after a restart"
-            raise ApiError(500, message, "server_error", code="contexts_removed", headers=NO_RETRY)
-        if len(self._reading) >= MOST_READING:
-            raise queue_full(f"{MOST_READING} contexts are being read already; try again later")
-        there = len(self._folder.records().keys() | self._reading.keys())
-        if there >= self._max_contexts:
-            message = f"there are {there:,} contexts, as many as this server keeps: delete one first"
-            raise ApiError(400, message, code="too_many_contexts")
-        context = Context(new_id(), name, int(time.time()), parent)
-        # Registered before the first await, so that concurrent requests do not exceed the limits above.
-        reading = self._reading[context.id] = Reading(context)
-        try:
-            before = None if parent is None else await self.prefix(parent)
-            context.tokens = context.tokens_read = start = 0 if before is None else before.tokens
-
-            def progress(done: int, _: int) -> None:
-                context.tokens_read = start + done
-
-            if text:
-                submit = partial(
-                    self._engine.submit_prefill, text, prefix=before, progress=progress, check=reading.check_kept
-                )
-                reading.prefilling = await asyncio.get_running_loop().run_in_executor(self._tokenizing, submit)
-                context.tokens += reading.prefilling.tokens
-        except BaseException:
-            del self._reading[context.id]
-            raise
-        if reading.deleted:
-            reading.cancel()
-        reading.task = asyncio.create_task(self._finish(reading, before))
-        return context
 
     async def _finish(self, reading: Reading, before: Prefix | None) -> None:
         """Waits for the prefix of a context and writes it."""
@@ -366,7 +363,7 @@ def add_routes(app: FastAPI, contexts: ContextStore, while_open: list[Depends]) 
 
     @app.post("/v1/contexts/{id_}/fork", dependencies=while_open)
     async def fork(id_: str, body: ForkBody) -> Context:
-        return await contexts.fork(id_, body.text, body.name)
+        return await contexts.create(body.text, body.name, parent=id_)
 
 
 async def _uploaded(http: HttpRequest) -> ContextBody:

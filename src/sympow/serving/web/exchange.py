@@ -42,7 +42,6 @@ class Exchange:
     def __init__(self, receive: Receive, timeout: float, running: set[Exchange], counts: HttpCounts) -> None:
         self.completions: list[Completion] = []
         self.error: ApiError | None = None
-        self._ended = False
         self._receive, self._counts, self._running = receive, counts, running
         self._failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         message = f"the request took longer than {timeout:g} seconds, this server's limit; ask for fewer tokens"
@@ -56,20 +55,21 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended = True
         self._timer.cancel()
         self._running.discard(self)
+        # A thread may still submit, for nobody.
+        self.error = self.error or disconnected()
         self._cancel()
 
     def check_awaited(self) -> None:
         """Raises if nobody waits for the completions any more."""
-        if self._ended or self.error is not None:
-            raise self.error or disconnected()
+        if self.error is not None:
+            raise self.error
 
     def add(self, completion: Completion) -> None:
         """Adds a completion, and cancels it if the exchange has ended meanwhile; called by the submitting thread."""
         self.completions.append(completion)
-        if self._ended or self.error is not None:
+        if self.error is not None:
             completion.cancel()
 
     def fail(self, error: ApiError) -> None:
