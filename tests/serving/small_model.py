@@ -1,4 +1,4 @@
-"""A model that takes no time, whose outputs depend on all of the text, and vary."""
+"""A model that takes no time, and all of whose parameters matter."""
 
 import torch
 

@@ -13,13 +13,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from serving.small_model import small_model
 
 from support import assert_close
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
+from sympow.model import GPT, GPTConfig
 from sympow.serving import (
     Engine,
     EngineClosedError,
@@ -43,8 +43,17 @@ SETTINGS = (
 )
 
 
-def text_model(**options) -> TextModel:
-    return TextModel(small_model(**options), ByteTokenizer())
+def text_model(seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> TextModel:
+    """A small model whose outputs depend on all of the text, and vary."""
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 2, "key_value_heads": 1, "rotary": "scale"}
+    model = GPT(GPTConfig(**(shape | config)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                std = 0.5 if name == "embedding.weight" else 2 / parameter.shape[1] ** 0.5
+                parameter.normal_(std=std)
+    return TextModel(model.to(dtype).eval(), ByteTokenizer())
 
 
 @pytest.fixture(scope="module")
