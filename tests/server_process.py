@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from sympow import GPT, GPTConfig
 from sympow.data.tokenizer import END_OF_TEXT, JsonTokenizer
@@ -116,3 +117,10 @@ def until(condition, seconds: float = 60.0):
             return found
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def metrics(client, **options) -> dict[str, float]:
+    """The server's samples by name and the values of their labels; options of the request."""
+    families = text_string_to_metric_families(client.get("/metrics", **options).text)
+    samples = [sample for family in families for sample in family.samples]
+    return {":".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}

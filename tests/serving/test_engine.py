@@ -27,7 +27,7 @@ from sympow.serving import (
     QueueFullError,
     RequestError,
 )
-from sympow.serving.engine import prefill_graphs, row_sampling, slots
+from sympow.serving.engine import captured, prefill_graphs, slots
 from sympow.serving.engine.prefill_graphs import StateBuffer
 from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.request import Prefill
@@ -321,13 +321,6 @@ def test_a_context_can_be_cancelled(small):
             prefilling.result(60)
         assert 0 < prefilling.done_tokens < 100_000
         assert engine.stats().prefilling == 0
-
-        def refuse(*_):
-            raise OverflowError("no more")
-
-        with pytest.raises(RequestError, match="OverflowError: no more"):
-            engine.prefill("text", progress=refuse)
-        assert engine.submit("a", max_tokens=1, seed=1).result(60).finish_reason
 
 
 def test_a_long_prompt_delays_nobody_by_more_than_a_segment(small, monkeypatch):
@@ -637,8 +630,8 @@ def test_nothing_is_left_to_capture_after_warming_up(monkeypatch):
             counts[f"{self.function.func.__name__}{self.function.args}"] += 1
             self.function()
 
-    for module in (prefill_graphs, row_sampling, slots):
-        monkeypatch.setattr(module, "CapturedCall", Counted)
+    monkeypatch.setattr(captured, "CapturedCall", Counted)
+    monkeypatch.setattr("sympow.serving.engine.scheduler.mark_now", lambda _: None)
     monkeypatch.setattr(prefill_graphs, "SHORTEST", 4)
     monkeypatch.setattr("sympow.serving.engine.engine.unsupported_reason", lambda _: None)
     with engine_of(text_model(layers=1), 5, step_rows=2, window=16) as engine:

@@ -6,13 +6,11 @@ On a CPU a launch is its computation, so marks that pass only when the host wait
 import threading
 
 import pytest
-import torch
+from serving.small_model import small_model
 
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.generation.text import TextModel
-from sympow.model import GPT, GPTConfig
 from sympow.serving import Engine, RequestError
-from sympow.serving.engine.launches import Launches, mark_now
 
 
 class SlowDevice:
@@ -53,39 +51,8 @@ def device(monkeypatch):
     return made
 
 
-def an_engine(**options) -> Engine:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")).double().eval()
-    return Engine(TextModel(model, ByteTokenizer()), 2, segment_size=8, prefix_cache_bytes=0, **options)
-
-
-def test_a_round_waits_for_all_rounds_but_the_last():
-    device, done = SlowDevice(), []
-    launches = Launches(device.mark)
-    for rounds, size in enumerate((2, 3, 1)):
-        launches.next_round()
-        for number in range(size):
-            launches.add(lambda name=f"{rounds}{number}": done.append(name))
-    assert done == ["00", "01"]
-    assert len(launches) == 4
-    launches.next_round()
-    assert done == ["00", "01", "10", "11", "12"]
-    # What has passed by itself is seen without waiting for more.
-    launches.add(lambda: done.append("30"))
-    device.run(6)
-    launches.add(lambda: done.append("31"))
-    assert done[5:] == ["20"]
-    assert device.passed == 6
-    launches.wait()
-    assert done[6:] == ["30", "31"]
-    assert len(launches) == 0
-
-
-def test_what_a_cpu_launches_is_done_at_once():
-    done = []
-    launches = Launches(lambda: mark_now(torch.device("cpu")))
-    launches.add(lambda: done.append(1))
-    assert done == [1]
+def an_engine(slots: int = 2) -> Engine:
+    return Engine(TextModel(small_model(layers=1), ByteTokenizer()), slots, segment_size=8, prefix_cache_bytes=0)
 
 
 def test_contexts_are_launched_no_further_than_a_round_ahead(device):
@@ -98,6 +65,19 @@ def test_contexts_are_launched_no_further_than_a_round_ahead(device):
     assert device.furthest == 2
     # Each report is of what the device has computed, and none is left out.
     assert reported == [(8 * segment, segment) for segment in range(1, 11)]
+
+
+def test_a_round_of_several_segments_waits_for_all_rounds_but_the_last(device):
+    gate = threading.Event()
+    with an_engine(slots=8) as engine:
+        # The worker waits here until all others are submitted.
+        first = engine.submit_prefill([0], progress=lambda *_: gate.wait(60))
+        short = [engine.submit([1] * 4, max_tokens=10) for _ in range(8)]
+        gate.set()
+        for awaited in (first, *short):
+            awaited.result(60)
+    assert device.made == 9
+    assert device.furthest == 4
 
 
 def test_a_request_without_tokens_ends_when_its_prompt_is_computed(device):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from serving.small_model import small_model
 
 from support import assert_close
 from sympow.data.tokenizer import ByteTokenizer
@@ -17,7 +18,7 @@ from sympow.generation.cache import fold
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
-from sympow.model import GPT, GPTConfig
+from sympow.model import GPT
 from sympow.serving import Engine
 from sympow.serving.engine import prefill_graphs
 from sympow.serving.engine.prefill_graphs import PrefillGraphs, StateBuffer, recorded_lengths, unsupported_reason
@@ -37,17 +38,6 @@ KINDS = [
     pytest.param({"form": "chunked", "chunk_size": 8}, id="chunked form"),
 ]
 SEGMENT = 20
-
-
-def make(seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> GPT:
-    torch.manual_seed(seed)
-    shape = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 2, "key_value_heads": 1, "rotary": "scale"}
-    model = GPT(GPTConfig(**(shape | config)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = 0.5 if name == "embedding.weight" else 2 / parameter.shape[-1] ** 0.5
-            parameter += std * torch.randn_like(parameter)
-    return model.to(dtype).eval()
 
 
 def graphs_of(model: GPT) -> PrefillGraphs:
@@ -78,7 +68,7 @@ def members(state):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_segments_give_what_whole_ones_give(kind, four_lengths):
-    model = make(**kind)
+    model = small_model(**kind)
     graphs = graphs_of(model)
     assert graphs.lengths == (4, 8, 16, 20)
     state = after = None
@@ -101,7 +91,7 @@ def test_padded_segments_give_what_whole_ones_give(kind, four_lengths):
 @torch.no_grad()
 def test_states_belong_to_the_caller_and_buffers_leave_no_trace(four_lengths):
     """In float32, bit for bit."""
-    model = make(dtype=torch.float32, width=32)
+    model = small_model(dtype=torch.float32, width=32)
     graphs = graphs_of(model)
     _, _, first = graphs.prefill(some_tokens(20), None)
     at_first = tuple(layer.clone() for layer in first)
@@ -134,7 +124,7 @@ def test_a_segment_holds_the_new_state_of_one_layer_at_a_time(monkeypatch):
         assert not any(state() is not None for state in taken)
 
     monkeypatch.setattr(StateBuffer, "load_layer", watched)
-    model = make(layers=3)
+    model = small_model(layers=3)
     for block in model.blocks:
         block.register_forward_pre_hook(before_a_block)
     graphs_of(model).prefill(some_tokens(7), None)
@@ -151,10 +141,9 @@ def test_without_memory_for_a_graph_segments_are_the_same_without_it(four_length
             attempts.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = make(dtype=torch.float32)
+    model = small_model(dtype=torch.float32)
     graphs, expected = graphs_of(model), graphs_of(model).prefill(some_tokens(7), None)
-    for call in graphs._calls.values():
-        call._capture = True
+    graphs.calls._capture = True
     monkeypatch.setattr(torch.cuda, "CUDAGraph", NoMemory)
     graphs.prefill(some_tokens(3), None)
     graphs.prefill(some_tokens(5), None)
@@ -179,18 +168,18 @@ def test_every_segment_fits_the_next_recorded_length():
     assert recorded_lengths(129) == (128, 129)
     for size in (1, 100, 128):
         assert recorded_lengths(size) == (size,)
-    graphs = graphs_of(make())
+    graphs = graphs_of(small_model())
     for count in (0, SEGMENT + 1):
         with pytest.raises(ValueError, match=f"1 to 20 of a segment, got {count}"):
             graphs.prefill((1,) * count, None)
 
 
 def test_a_state_of_another_model_is_refused():
-    graphs = graphs_of(make())
+    graphs = graphs_of(small_model())
     tokens = torch.tensor([[1, 2, 3]])
 
     def state_of(**config):
-        return fold(Prefix.prefill(make(**config), tokens).state)
+        return fold(Prefix.prefill(small_model(**config), tokens).state)
 
     with pytest.raises(ValueError, match="each of 2 layers, got 1"):
         graphs.prefill((1,), state_of(layers=1))
@@ -198,7 +187,7 @@ def test_a_state_of_another_model_is_refused():
         with pytest.raises(ValueError, match=r"layer 0 has .*, expected "):
             graphs.prefill((1,), state_of(**config))
     with pytest.raises(TypeError, match="got Window for layer 0"):
-        graphs.prefill((1,), Prefix.prefill(make(), tokens, cache_policy="keys").state)
+        graphs.prefill((1,), Prefix.prefill(small_model(), tokens, cache_policy="keys").state)
 
 
 def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatch):
@@ -210,7 +199,7 @@ def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatc
         )
 
     assert unsupported_reason(model_on("cuda:0", "cuda:0")) is None
-    assert "the model is on cpu" in unsupported_reason(make())
+    assert "the model is on cpu" in unsupported_reason(small_model())
     assert "softmax" in unsupported_reason(model_on("cuda:0", mixer="softmax"))
     assert "every token" in unsupported_reason(model_on("cuda:0", form="recurrent"))
     for form in ("attention", "chunked"):
@@ -218,13 +207,13 @@ def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatc
     assert "not all parameters are on cuda:0" in unsupported_reason(model_on("cuda:0", "meta"))
     monkeypatch.setenv("SYMPOW_CHECK_VALUES", "1")
     assert "SYMPOW_CHECK_VALUES" in unsupported_reason(model_on("cuda:0"))
-    with Engine(TextModel(make(), ByteTokenizer()), 2) as engine:
+    with Engine(TextModel(small_model(), ByteTokenizer()), 2) as engine:
         assert engine._scheduler._prefill_graphs is None
 
 
 def test_an_engine_gives_what_the_model_gives(four_lengths, on_any_device):
     """Prompts of one and several segments, with and without a prefix, scored and not, cached and not."""
-    model = TextModel(make(), ByteTokenizer())
+    model = TextModel(small_model(), ByteTokenizer())
     prompts = [some_tokens(count, count) for count in (1, 4, 5, 19, 20, 21, 47)]
     prompts += [(*prompts[-1][:40], 1, 2), prompts[-1]]
     context = some_tokens(25, 99)
@@ -247,7 +236,7 @@ def test_an_engine_gives_what_the_model_gives(four_lengths, on_any_device):
 
 
 def test_padding_counts_for_what_is_prefilled_between_two_steps(four_lengths, on_any_device, monkeypatch):
-    model = TextModel(make(layers=1), ByteTokenizer())
+    model = TextModel(small_model(layers=1), ByteTokenizer())
     log: list[int] = []
     prefill, step = PrefillGraphs.prefill, model.model.step
     monkeypatch.setattr(
@@ -280,7 +269,7 @@ def test_padding_counts_for_what_is_prefilled_between_two_steps(four_lengths, on
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def test_a_state_is_put_through_the_buffer_as_without_it(kind, dtype):
     """All tensors of the slots, bit for bit, the 16-bit copies of states included."""
-    model = make(dtype=dtype, **kind)
+    model = small_model(dtype=dtype, **kind)
     options = {"window": 4, "max_context": None, "step_rows": 3, "graphs": False}
     directly, through = Slots(model, 3, **options), Slots(model, 3, **options, buffer=StateBuffer(model))
     prefixes = [Prefix.prefill(model, torch.tensor([some_tokens(5, n)]), cache_policy="state") for n in range(4)]

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import httpx2 as httpx
 import openai
 import pytest
-from server_process import ServerProcess, save_tiny_model, until
+from server_process import ServerProcess, metrics, save_tiny_model, until
+from serving.in_process import serving
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
@@ -17,11 +18,8 @@ from sympow.generation.prefix import fingerprint_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
-from sympow.serving.web.app import create_app
 from sympow.serving.web.context_folder import ContextFolder
-from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.gatekeeping import ServerOptions, allowed_hosts
-from sympow.serving.web.openai import Service
 
 GREEDY = Sampling(temperature=0)
 BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")
@@ -71,9 +69,8 @@ HEADERS = {"authorization": "Bearer first-key", "content-type": "application/jso
 
 
 def running(served):
-    lines = served.raw.get("/metrics", headers=HEADERS).text.splitlines()
-    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
-    return float(values["sympow_slots_running"]), float(values["sympow_queue_length"])
+    values = metrics(served.raw, headers=HEADERS)
+    return values["sympow_slots_running"], values["sympow_queue_length"]
 
 
 @pytest.mark.slow
@@ -121,6 +118,10 @@ def test_an_answer_can_be_sent_back_as_it_came(served):
         answer = served.client.chat.completions.create(**options, messages=[*messages, sent, again])
         assert answer.choices[0].message == expected.choices[0].message
         assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    # An empty one may also be null.
+    empty = [[*messages, {"role": "assistant", "content": content}, again] for content in ("", None)]
+    answers = [served.client.chat.completions.create(**options, messages=sent) for sent in empty]
+    assert answers[0].choices[0].message == answers[1].choices[0].message
 
 
 @pytest.mark.parametrize(
@@ -201,22 +202,6 @@ def test_values_that_change_nothing_are_accepted(served, fields):
     assert served.client.chat.completions.create(**options, **fields).choices[0].message == expected
 
 
-def test_an_empty_answer_can_be_sent_back_as_null(served):
-    options = {"model": "chat", "max_tokens": 5, "temperature": 0}
-    answers = [
-        served.client.chat.completions.create(
-            **options,
-            messages=[
-                {"role": "user", "content": "x"},
-                {"role": "assistant", "content": content},
-                {"role": "user", "content": "y"},
-            ],
-        )
-        for content in ("", None)
-    ]
-    assert answers[0].choices[0].message == answers[1].choices[0].message
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"max_tokens": 10**4_000}, {"top_k": -(10**4_000)}, {"prompt": [10**4_000]}, {"temperature": 10**4_000}],
@@ -286,20 +271,16 @@ def test_a_full_queue_refuses_and_recovers(served):
     assert served.client.completions.create(model="chat", prompt="x", max_tokens=1).choices
 
 
-def ask_in_this_process(folder, engine, options, ask):
-    """Calls a coroutine with a client of a server in this process."""
+def ask_in_this_process(folder, text_model, ask, options=None):
+    """Calls a coroutine with a server in this process and a client of it."""
 
     async def run():
-        contexts = ContextStore(engine, ContextFolder(folder, engine.text_model.model, "a model's"), 0, 0)
-        service = Service("native", engine, contexts, options)
-        app = create_app(service)
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-        async with openai.AsyncOpenAI(
-            base_url="http://here/v1", api_key="-", max_retries=0, http_client=http
-        ) as client:
-            await ask(client)
-        service.tokenizing.shutdown()
-        await contexts.close()
+        async with serving(text_model, folder, options, slots=1) as service:
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
+            async with openai.AsyncOpenAI(
+                base_url="http://here/v1", api_key="-", max_retries=0, http_client=http
+            ) as client:
+                await ask(client, service)
 
     asyncio.run(run())
 
@@ -315,13 +296,12 @@ def test_a_prompt_is_tokenized_once_for_all_its_choices(folders, tmp_path, monke
 
     monkeypatch.setattr(text_model.tokenizer, "encode", counted)
 
-    async def ask(client):
-        answer = await client.completions.create(model="native", prompt=["a", "b"], n=3, max_tokens=1, echo=True)
+    async def ask(client, _):
+        answer = await client.completions.create(model="tiny", prompt=["a", "b"], n=3, max_tokens=1, echo=True)
         assert [choice.text[0] for choice in answer.choices] == [*"aaabbb"]
 
-    with Engine(text_model, 1) as engine:
-        ask_in_this_process(tmp_path, engine, ServerOptions(), ask)
-        assert encoded == ["a", "b"]
+    ask_in_this_process(tmp_path, text_model, ask)
+    assert encoded == ["a", "b"]
 
 
 def test_a_request_is_submitted_once_and_as_it_is(folders):
@@ -350,34 +330,33 @@ def test_texts_that_take_long_to_tokenize_are_given_up(folders, tmp_path, monkey
 
     monkeypatch.setattr(text_model.tokenizer, "encode", slow)
 
-    async def ask(client):
+    async def ask(client, service):
         with pytest.raises(openai.InternalServerError, match=r"longer than 0\.5 seconds"):
-            await client.completions.create(model="native", prompt=["a", "b"], max_tokens=1, stream=True)
+            await client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=1, stream=True)
         assert encoded == ["a"]
         go_on.set()
-
-    with Engine(text_model, 1) as engine:
-        ask_in_this_process(tmp_path, engine, ServerOptions(timeout=0.5), ask)
+        service.tokenizing.shutdown()
         assert encoded == ["a"]
-        assert engine.stats().submitted == 0
+        assert service.engine.stats().submitted == 0
+
+    ask_in_this_process(tmp_path, text_model, ask, ServerOptions(timeout=0.5))
 
 
 def test_requests_have_a_time_limit(folders, tmp_path):
     """In this process, where the limit can be shorter than a busy machine takes for the other tests."""
     text_model = TextModel.load(folders.native)
 
-    async def ask(client):
-        options = {"model": "native", **ENDLESS}
+    async def ask(client, service):
+        options = {"model": "tiny", **ENDLESS}
         with pytest.raises(openai.InternalServerError, match=r"longer than 0\.5 seconds") as caught:
             await client.completions.create(**options)
         assert caught.value.status_code == 504
         assert caught.value.response.headers["x-should-retry"] == "false"
         with pytest.raises(openai.APIError, match=r"longer than 0\.5 seconds"):
             [chunk async for chunk in await client.completions.create(**options, stream=True)]
+        until(lambda: service.engine.stats().finished.get("cancelled") == 2)
 
-    with Engine(text_model, 1) as engine:
-        ask_in_this_process(tmp_path, engine, ServerOptions(timeout=0.5), ask)
-        until(lambda: engine.stats().finished.get("cancelled") == 2)
+    ask_in_this_process(tmp_path, text_model, ask, ServerOptions(timeout=0.5))
 
 
 @pytest.mark.slow

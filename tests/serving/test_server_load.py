@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx2 as httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, save_tiny_model, until
+from server_process import ServerProcess, metrics, save_tiny_model, until
 
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
@@ -53,23 +52,9 @@ async def text_of(client, stream, **settings):
     return "".join([chunk.choices[0].text async for chunk in chunks])
 
 
-def test_64_clients_each_get_what_they_would_get_alone(served):
-    process, text_model = served
-    settings = [settings_of(number) for number in range(64)]
-
-    async def work(client):
-        return await asyncio.gather(*(text_of(client, number % 2, **one) for number, one in enumerate(settings)))
-
-    def alone(prompt, max_tokens, seed, **sampling):
-        return "".join(text_model.stream(text_model.prefill(prompt), max_tokens, Sampling(**sampling), seed=seed))
-
-    assert run_all(process, work) == [alone(**one) for one in settings]
-
-
 def numbers(process):
     with httpx.Client(base_url=process.url) as client:
-        families = text_string_to_metric_families(client.get("/metrics").text)
-        return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        return metrics(client)
 
 
 def resident_bytes(process):
@@ -77,14 +62,19 @@ def resident_bytes(process):
 
 
 def test_nothing_is_left_of_1000_requests_a_third_of_which_are_cut_off(served):
-    process, _ = served
+    process, text_model = served
     endless = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
+    texts = {}
+
+    def alone(prompt, max_tokens, seed, **sampling):
+        return "".join(text_model.stream(text_model.prefill(prompt), max_tokens, Sampling(**sampling), seed=seed))
 
     async def one(client, number, turn):
         settings = settings_of(number)
         async with turn:
             if number % 3:
-                return await text_of(client, number % 2, **settings)
+                texts[number] = await text_of(client, number % 2, **settings)
+                return None
             cut = settings | endless
             if number % 2:
                 stream = await client.completions.create(model="tiny", stream=True, **cut)
@@ -113,3 +103,5 @@ def test_nothing_is_left_of_1000_requests_a_third_of_which_are_cut_off(served):
     # The first round filled the prefix cache and the allocator's pools.
     assert after < 1.1 * before
     assert idle["sympow_client_disconnects_total"] > 200
+    some = [number for number in texts if number < 96]
+    assert [texts[number] for number in some] == [alone(**settings_of(number)) for number in some]

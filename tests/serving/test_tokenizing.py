@@ -6,23 +6,17 @@ The application is called without a network, so that a client can go away at any
 import asyncio
 import json
 import threading
-from contextlib import asynccontextmanager
 
 import pytest
-import torch
+from serving.in_process import serving
+from serving.small_model import small_model
 
-from sympow import GPT, GPTConfig
 from sympow.data import pieces
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.generation.chat import ChatTemplate
 from sympow.generation.text import TextModel
 from sympow.serving.engine.engine import Engine
-from sympow.serving.web.app import create_app
-from sympow.serving.web.context_folder import ContextFolder
-from sympow.serving.web.context_store import ContextStore
 from sympow.serving.web.errors import ApiError
-from sympow.serving.web.gatekeeping import ServerOptions
-from sympow.serving.web.openai import Service
 
 LONG = "words " * 200_000
 PATIENCE = 60
@@ -43,19 +37,9 @@ class Watched(ByteTokenizer):
 
 @pytest.fixture
 def text_model():
-    torch.manual_seed(0)
-    return TextModel(GPT(GPTConfig(vocab_size=257, layers=1, width=16, heads=1)).eval(), Watched())
-
-
-@asynccontextmanager
-async def served(text_model, folder, **options):
-    with Engine(text_model, 2, **options) as engine:
-        contexts = ContextStore(engine, ContextFolder(folder, text_model.model, "a model's"), 0, 10)
-        service = Service("tiny", engine, contexts, ServerOptions())
-        service.app = create_app(service)
-        yield service
-        text_model.tokenizer.go_on.set()
-        await contexts.close()
+    tokenizer = Watched()
+    yield TextModel(small_model(layers=1), tokenizer)
+    tokenizer.go_on.set()
 
 
 async def post(app, path, body, gone=None, *, kind="application/json", whole=True):
@@ -93,7 +77,7 @@ def test_short_prompts_do_not_wait_for_long_ones(text_model, tmp_path):
     tokenizer = text_model.tokenizer
 
     async def run():
-        async with served(text_model, tmp_path) as service:
+        async with serving(text_model, tmp_path) as service:
             gone = asyncio.Event()
             waiting = [
                 asyncio.create_task(post(service.app, "/v1/completions", {"prompt": LONG}, gone)) for _ in range(4)
@@ -112,7 +96,7 @@ def test_a_prompt_whose_client_has_gone_is_tokenized_no_further(text_model, tmp_
     tokenizer = text_model.tokenizer
 
     async def run():
-        async with served(text_model, tmp_path) as service:
+        async with serving(text_model, tmp_path) as service:
             gone = asyncio.Event()
             asking = asyncio.create_task(post(service.app, "/v1/completions", {"prompt": LONG, "stream": stream}, gone))
             await until(lambda: tokenizer.lengths)
@@ -144,7 +128,7 @@ def test_a_context_that_is_deleted_is_tokenized_no_further(text_model, tmp_path)
     tokenizer = text_model.tokenizer
 
     async def run():
-        async with served(text_model, tmp_path) as service:
+        async with serving(text_model, tmp_path) as service:
             making = asyncio.create_task(service.contexts.create(LONG, "book"))
             await until(lambda: tokenizer.lengths)
             [context] = service.contexts.list()
@@ -184,7 +168,7 @@ def test_a_chat_has_the_tokens_of_its_whole_text():
 )
 def test_a_client_that_goes_away_while_it_sends(text_model, tmp_path, path, kind):
     async def run():
-        async with served(text_model, tmp_path) as service:
+        async with serving(text_model, tmp_path) as service:
             gone = asyncio.Event()
             gone.set()
             body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nwords'

@@ -76,7 +76,7 @@ def serve(
     from sympow.serving.engine.scheduler import EngineClosedError
     from sympow.serving.web.app import create_app
     from sympow.serving.web.context_folder import ContextFolder
-    from sympow.serving.web.context_store import ContextStore
+    from sympow.serving.web.contexts import ContextStore
     from sympow.serving.web.gatekeeping import ServerOptions, allowed_hosts, is_local, read_keys
     from sympow.serving.web.openai import Service
     from sympow.serving.web.server import StoppableServer, bind, url_of

@@ -10,12 +10,12 @@ The worker thread updates them. Threads and coroutines can iterate over a comple
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from typing import Generic, Literal, TypeVar
 
 from sympow.generation.prefix import Prefix
@@ -107,33 +107,38 @@ class Result:
     time_to_first_token: float | None
 
 
+class Signal(Future[None]):
+    """Something that happens once, for which threads and coroutines can wait; who stops waiting cancels nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+
+
 class Handle(ABC, Generic[Outcome]):
     """Lets any threads and coroutines wait for work of the worker thread, and cancel it.
 
     Args:
         on_cancel: called when the work is cancelled.
+
+    Attributes:
+        cancel_requested: whether `cancel` was called before the end.
     """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
-        self._cancelled = False
-        self._condition = threading.Condition()
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self.cancel_requested = False
+        self._ended = Signal()
 
     @property
-    @abstractmethod
     def done(self) -> bool:
         """Whether the work has ended, failed or was cancelled."""
-
-    @property
-    def cancel_requested(self) -> bool:
-        """Whether `cancel` was called before the end."""
-        return self._cancelled
+        return self._ended.done()
 
     def cancel(self) -> None:
         """Ends the work early. Returns at once, and does nothing if it has ended."""
         if not self.done:
-            self._cancelled = True
+            self.cancel_requested = True
             self._on_cancel()
 
     def result(self, timeout: float | None = None) -> Outcome:
@@ -146,14 +151,15 @@ class Handle(ABC, Generic[Outcome]):
             RequestError: it failed.
             TimeoutError: it has not ended in time; it continues.
         """
-        with self._condition:
-            if not self._condition.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"{self._late} within {timeout} seconds")
+        try:
+            self._ended.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"{self._late} within {timeout} seconds") from None
         return self._outcome()
 
     async def aresult(self) -> Outcome:
         """As `result`, in a coroutine; `asyncio.timeout` limits the time."""
-        await self._until(lambda: self.done)
+        await asyncio.wrap_future(self._ended)
         return self._outcome()
 
     # Begins the message of a TimeoutError.
@@ -162,32 +168,6 @@ class Handle(ABC, Generic[Outcome]):
     @abstractmethod
     def _outcome(self) -> Outcome:
         """What came of work that has ended."""
-
-    def _change(self, change: Callable[[], None]) -> None:
-        """Makes a change, and wakes all waiting threads and coroutines; called by the worker."""
-        with self._condition:
-            change()
-            self._condition.notify_all()
-            waiting, self._waiting = self._waiting, []
-        for loop, signal in waiting:
-            # An event loop that was closed meanwhile raises RuntimeError; nothing waits in it any more.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(signal.set)
-
-    async def _until(self, ready: Callable[[], bool]) -> None:
-        """Waits in a coroutine until `ready()`."""
-        while True:
-            with self._condition:
-                if ready():
-                    return
-                entry = (asyncio.get_running_loop(), asyncio.Event())
-                self._waiting.append(entry)
-            try:
-                await entry[1].wait()
-            finally:
-                with self._condition:
-                    if entry in self._waiting:
-                        self._waiting.remove(entry)
 
 
 class Completion(Handle[Result]):
@@ -209,41 +189,44 @@ class Completion(Handle[Result]):
         self.created = time.monotonic()
         self.first_token_at: float | None = None
         self._events: list[Event] = []
+        self._next = Signal()
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """Tokens of the prompt."""
         return tuple(self._prompt_tokens)
 
-    @property
-    def done(self) -> bool:
-        """Whether the last event has come."""
-        return bool(self._events) and self._events[-1].finish_reason is not None
-
     def __iter__(self) -> Iterator[Event]:
-        place = 0
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: len(self._events) > place)  # noqa: B023 - waits before place changes
+        for place in count():
+            if (coming := self._awaited(place)) is not None:
+                coming.result()
             yield (event := self._events[place])
-            place += 1
             if event.finish_reason is not None:
                 return
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        place = 0
-        while True:
-            await self._until(lambda: len(self._events) > place)  # noqa: B023 - as above
+        for place in count():
+            if (coming := self._awaited(place)) is not None:
+                await asyncio.wrap_future(coming)
             yield (event := self._events[place])
-            place += 1
             if event.finish_reason is not None:
                 return
+
+    def _awaited(self, place: int) -> Signal | None:
+        """What to wait for before an event is there; None: it is."""
+        # Read before the events, or the signal of this one might be over and that of the next be awaited.
+        coming = self._next
+        return coming if len(self._events) == place else None
 
     def append(self, event: Event) -> None:
         """Appends an event; called by the engine's worker only."""
         if event.tokens and not event.echo and self.first_token_at is None:
             self.first_token_at = time.monotonic()
-        self._change(lambda: self._events.append(event))
+        self._events.append(event)
+        if event.finish_reason is not None:
+            self._ended.set_result(None)
+        come, self._next = self._next, Signal()
+        come.set_result(None)
 
     def _outcome(self) -> Result:
         last = self._events[-1]
@@ -284,10 +267,6 @@ class Prefilling(Handle[Prefix]):
         self._progress = progress
         self._ended_with: Prefix | str | None = None
 
-    @property
-    def done(self) -> bool:
-        return self._ended_with is not None
-
     def advance(self, tokens: int) -> None:
         """Reports how many tokens are prefilled; called by the engine's worker only, as is `end`."""
         self.done_tokens = tokens
@@ -296,7 +275,8 @@ class Prefilling(Handle[Prefix]):
 
     def end(self, outcome: Prefix | str) -> None:
         """Ends the prefill with the prefix, or with an error message."""
-        self._change(lambda: setattr(self, "_ended_with", outcome))
+        self._ended_with = outcome
+        self._ended.set_result(None)
 
     def _outcome(self) -> Prefix:
         if not isinstance(self._ended_with, Prefix):

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -44,8 +42,9 @@ from sympow.serving.engine.prefill_graphs import PrefillGraphs, StateBuffer, uns
 from sympow.serving.engine.prefix_cache import TOKEN_TYPE, PrefixCache
 from sympow.serving.engine.request import ContextPrefill, Request
 from sympow.serving.engine.row_sampling import RowSampler
-from sympow.serving.engine.scheduler import Counts, Scheduler
+from sympow.serving.engine.scheduler import Scheduler
 from sympow.serving.engine.slots import Slots
+from sympow.serving.engine.stats import EngineStats
 
 # The largest `logprobs` of a request.
 MAX_LOGPROBS = 20
@@ -54,37 +53,6 @@ MAX_LOGPROBS = 20
 GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
 # Default of `step_rows` on a CPU: matrix products with so few rows are still bound by memory and not by arithmetic.
 CPU_STEP_ROWS = 16
-
-
-@dataclass(kw_only=True)
-class EngineStats(Counts):
-    """Gauges of the engine's present state beside the counters since its start.
-
-    Attributes:
-        slots: the number of slots.
-        running: requests that are being decoded.
-        prefilling: requests with a slot whose prompts are being prefilled, and contexts that are being prefilled.
-        queued: requests that wait for a slot.
-        max_queue: the most requests that may wait.
-        slot_nbytes: bytes of one slot.
-        prefix_hits, prefix_misses: prompts that did or did not start from the prefix cache.
-        prefix_hit_tokens: prompt tokens that needed no prefill because of the prefix cache.
-        prefix_entries, prefix_nbytes: states in the prefix cache, and their bytes.
-        prefix_budget: the most bytes of the prefix cache.
-    """
-
-    slots: int
-    running: int
-    prefilling: int
-    queued: int
-    max_queue: int
-    slot_nbytes: int
-    prefix_hits: int
-    prefix_misses: int
-    prefix_hit_tokens: int
-    prefix_entries: int
-    prefix_nbytes: int
-    prefix_budget: int
 
 
 class Engine:
@@ -144,7 +112,7 @@ class Engine:
                 f"{model.config.vocab_size} tokens"
             )
         self.text_model, self.slots, self.segment_size = text_model, slots, segment_size
-        self._max_context, self._max_queue = max_context, max_queue
+        self._max_context = max_context
         buffer = StateBuffer(model) if graphs and unsupported_reason(model) is None else None
         batch = Slots(
             model,
@@ -156,7 +124,6 @@ class Engine:
             buffer=buffer,
         )
         sampler = RowSampler(batch.logits, batch.seen, batch.tokens, top=MAX_LOGPROBS, graphs=graphs)
-        self._slot_nbytes = batch.nbytes // slots
         prefill_graphs = None if buffer is None else PrefillGraphs(model, segment_size, buffer)
         self._scheduler = Scheduler(
             model,
@@ -297,7 +264,7 @@ class Engine:
         tokens = self._tokens("text", text, prefix, check)
         self._check_room("text", len(tokens), prefix, 0)
         handle = Prefilling(len(tokens), progress, self._scheduler.wake)
-        self._scheduler.submit_context(ContextPrefill(tokens, self.segment_size, prefix, handle=handle))
+        self._scheduler.submit(ContextPrefill(tokens, self.segment_size, prefix, handle=handle))
         return handle
 
     def warm_up(self) -> None:
@@ -324,22 +291,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Gauges and counters, for monitoring."""
-        worker, cache = self._scheduler, self._scheduler.cache
-        return EngineStats(
-            **vars(deepcopy(worker.counts)),
-            slots=self.slots,
-            running=worker.running,
-            prefilling=worker.prefilling,
-            queued=worker.queued,
-            max_queue=self._max_queue,
-            slot_nbytes=self._slot_nbytes,
-            prefix_hits=cache.hits,
-            prefix_misses=cache.misses,
-            prefix_hit_tokens=cache.hit_tokens,
-            prefix_entries=len(cache),
-            prefix_nbytes=cache.nbytes,
-            prefix_budget=cache.budget,
-        )
+        return self._scheduler.stats()
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Ends the worker. Later calls of `submit` raise `EngineClosedError`.

@@ -12,19 +12,18 @@ captured or on other requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.generation.cache import empty_state
-from sympow.generation.decoder import CapturedCall
 from sympow.layers.mixers import ConformalAttention, LayerState
 from sympow.model.gpt import GPT, ModelState
 from sympow.ops.compilation import conv_shape
 from sympow.ops.state import State
 from sympow.ops.validation import values_are_checked_on_devices
+from sympow.serving.engine.captured import CapturedCalls
 
 # The shortest captured length. Kernels work on tiles of this many tokens, so shorter segments would take no less time.
 SHORTEST = 128
@@ -132,6 +131,7 @@ class PrefillGraphs:
 
     Attributes:
         lengths: the lengths that segments are padded to.
+        calls: the graphs.
     """
 
     def __init__(self, model: GPT, segment_size: int, buffer: StateBuffer) -> None:
@@ -143,14 +143,7 @@ class PrefillGraphs:
         self._tokens = torch.zeros(1, segment_size, dtype=torch.int64, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._features = torch.zeros(1, segment_size, model.config.width, dtype=weight.dtype, device=device)
-        capture = weight.is_cuda
-        # Graphs write their results to the buffers above, so that all graphs can share one pool.
-        pool = torch.cuda.graph_pool_handle() if capture else None
-        # Not lambdas: the traceback of an error would keep the buffers alive through them.
-        self._calls = {
-            length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=pool, optional=True)
-            for length in self.lengths
-        }
+        self.calls = CapturedCalls(capture=weight.is_cuda, optional=True)
 
     def padded(self, count: int) -> int:
         """The length that a segment of `count` tokens is padded to."""
@@ -179,7 +172,7 @@ class PrefillGraphs:
         self._tokens[0, :length].copy_(staged, non_blocking=True)
         self._count.fill_(count)
         self._buffer.load(state)
-        self._calls[length]()
+        self.calls(self._prefill_padded, length)
         return self._tokens[:, :count], self._features[:, :count], self._buffer.copy()
 
     def record(self) -> None:
@@ -188,10 +181,6 @@ class PrefillGraphs:
             # The first call runs eagerly, the second is captured, the third replayed.
             for _ in range(3):
                 self.prefill((0,) * length, None)
-
-    def close(self) -> None:
-        """Drops the graphs, which refer to the buffers, so that both can be freed."""
-        self._calls.clear()
 
     def _prefill_padded(self, length: int) -> None:
         """Prefills the first `length` tokens, of which those from `_count` on are padding."""

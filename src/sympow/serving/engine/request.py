@@ -16,13 +16,12 @@ from torch.nn.functional import linear
 
 from sympow.generation.cache import CachePolicy, prefill_state
 from sympow.generation.prefix import Prefix
-from sympow.generation.sampling import Sampling
+from sympow.generation.sampling import NOT_FINITE, Sampling
 from sympow.generation.text import TextDecoder
 from sympow.model.gpt import GPT, ModelState
 from sympow.serving.engine.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
 from sympow.serving.engine.prefill_graphs import PrefillGraphs
 from sympow.serving.engine.prefix_cache import PrefixCache, TokenChain
-from sympow.serving.engine.row_sampling import Choice
 
 # Positions of a prompt whose logits are in memory at once.
 SCORED_POSITIONS = 128
@@ -186,8 +185,14 @@ class Request(Prefill):
     def submitted(self) -> bool:
         return "handle" in vars(self)
 
-    def take(self, choice: Choice) -> Event:
-        """The event of the next token; the last one has a finish_reason."""
+    def take(self, choice: TokenLogprob | None) -> Event:
+        """The event of the next token; the last one has a finish_reason.
+
+        Args:
+            choice: the token; None: the logits were not finite.
+        """
+        if choice is None:
+            return Event(finish_reason="error", error=NOT_FINITE)
         self.generated += 1
         token = choice.token
         reason: FinishReason | None = None
@@ -197,9 +202,7 @@ class Request(Prefill):
         elif self.generated == self.max_tokens:
             reason = "length"
             text += "".join(self.decoder.finish())
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = (TokenLogprob(token, choice.logprob, choice.top[: self.logprobs]),)
+        logprobs = None if self.logprobs is None else (replace(choice, top=choice.top[: self.logprobs]),)
         return Event(text, (token,), logprobs, finish_reason=reason)
 
     def end(self, event: Event) -> None:

@@ -7,24 +7,15 @@ that one captured CUDA graph works for all settings. There is one graph for each
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sympow.generation.decoder import CapturedCall
 from sympow.generation.sampling import HostCopy, Sampling
-
-
-class Settings(NamedTuple):
-    """The fields of `Sampling` as tensors with one number per row, (b, 1), in the dtype of the logits."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalty: Tensor
+from sympow.serving.engine.captured import CapturedCalls
+from sympow.serving.engine.completion import TokenLogprob
 
 
 class Needs(NamedTuple):
@@ -36,23 +27,7 @@ class Needs(NamedTuple):
     logprobs: bool
 
 
-class Choice(NamedTuple):
-    """The sampled token of one row.
-
-    Attributes:
-        token: the token.
-        finite: whether the row's logits were finite, so that the token means something.
-        logprob: log-probability of the token; None if no row asked for log-probabilities.
-        top: the most likely tokens with their log-probabilities; empty if no row asked for them.
-    """
-
-    token: int
-    finite: bool
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
-
-
-def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings, needs: Needs) -> Tensor:
+def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Tensor, needs: Needs) -> Tensor:
     """The next token of each row, (b,).
 
     Args:
@@ -60,35 +35,37 @@ def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings,
         seen: which tokens occurred in prompt and completion, (b, vocabulary) bool.
         noise: samples of an exponential distribution, (b, vocabulary), for rows that sample: argmax of probability /
             noise is a sample.
+        settings: the fields of `Sampling` in their order, one number per row, (5, b), in the dtype of the logits.
     """
     limits = torch.finfo(logits.dtype)
+    temperature, top_k, top_p, min_p, penalty = settings.unsqueeze(-1)
     if needs.penalty:
-        penalty = settings.repetition_penalty.clamp(limits.tiny, limits.max)
+        penalty = penalty.clamp(limits.tiny, limits.max)
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
         logits = torch.where(seen & (penalty != 1), penalized, logits)
     best = logits.argmax(-1)
     if not needs.sampling:
         return best
-    greedy = settings.temperature < limits.tiny
-    scaled = (logits - logits.amax(-1, keepdim=True)) / settings.temperature.masked_fill(greedy, 1.0)
+    greedy = temperature < limits.tiny
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
     if needs.truncation:
-        scaled = _truncated(scaled, settings)
+        scaled = _truncated(scaled, top_k, top_p, min_p)
     sampled = (scaled.softmax(-1) / noise).argmax(-1)
     return torch.where(greedy.squeeze(1), best, sampled)
 
 
-def _truncated(logits: Tensor, settings: Settings) -> Tensor:
+def _truncated(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits with −∞ for the tokens that a row's top_k, min_p and top_p leave out, in this order."""
     vocabulary = logits.shape[-1]
-    last = torch.where(settings.top_k > 0, settings.top_k, vocabulary).clamp(max=vocabulary).long() - 1
+    last = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).long() - 1
     least = logits.sort(dim=-1, descending=True).values.gather(-1, last)
     logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = logits.softmax(-1)
-    too_rare = probabilities < settings.min_p * probabilities.amax(-1, keepdim=True)
+    too_rare = probabilities < min_p * probabilities.amax(-1, keepdim=True)
     logits = logits.masked_fill(too_rare, -torch.inf)
     ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
     # The more likely tokens already have a total probability of top_p.
-    enough = (ordered.cumsum(-1) - ordered >= settings.top_p) & (settings.top_p < 1)
+    enough = (ordered.cumsum(-1) - ordered >= top_p) & (top_p < 1)
     return logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
 
 
@@ -100,15 +77,17 @@ class RowSampler:
         tokens: buffer that the chosen tokens are written to, (b,) int64.
         top: the largest number of most likely tokens that a row may ask for.
         graphs: whether to capture CUDA graphs, on a GPU.
+
+    Attributes:
+        calls: the graphs.
     """
 
     def __init__(self, logits: Tensor, seen: Tensor, tokens: Tensor, *, top: int, graphs: bool) -> None:
         self._logits, self._seen, self._tokens = logits, seen, tokens
         slots, vocabulary = logits.shape
         self._top = min(top, vocabulary)
-        self._capture = graphs and logits.is_cuda
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
-        self._settings = logits.new_ones(len(Settings._fields), slots)
+        self.calls = CapturedCalls(capture=graphs and logits.is_cuda, optional=False)
+        self._settings = logits.new_ones(len(fields(Sampling)), slots)
         self._noise = torch.ones_like(logits)
         self._of_all = torch.Generator(logits.device)
         self._of_all.seed()
@@ -117,14 +96,13 @@ class RowSampler:
         self._chosen = torch.zeros(slots, 2, dtype=torch.int64, device=logits.device)
         self._logprobs = torch.zeros(slots, 1 + self._top, dtype=logits.dtype, device=logits.device)
         self._likely = torch.zeros(slots, self._top, dtype=torch.int64, device=logits.device)
-        self._calls: dict[tuple[int, Needs], CapturedCall] = {}
 
     def put(self, row: int, sampling: Sampling, seed: int | None, *, logprobs: bool) -> None:
         """Gives a row its settings, and a generator if it has a seed."""
         device = self._logits.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._rows[row] = (sampling, generator, logprobs)
-        numbers = [float(getattr(sampling, name)) for name in Settings._fields]
+        numbers = [float(number) for number in astuple(sampling)]
         # Settings beyond the range of the dtype become its largest number, not infinity.
         limits = torch.finfo(self._settings.dtype)
         settings = torch.tensor(numbers, dtype=torch.float64).clamp(max=limits.max)
@@ -154,18 +132,9 @@ class RowSampler:
         )
         if needs.sampling:
             self._draw(rows, tiny)
-        key = (batch_rows, needs)
-        if key not in self._calls:
-            # Not a lambda: the traceback of an error would keep the sampler alive through it.
-            call = partial(self._choose, batch_rows, needs)
-            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
-        self._calls[key]()
+        self.calls(self._choose, batch_rows, needs)
         chosen = self._chosen[:rows]
         return Transfer(chosen, self._logprobs[:rows], self._likely[:rows]) if needs.logprobs else Transfer(chosen)
-
-    def close(self) -> None:
-        """Drops the captured graphs, which refer to the sampler, so that its memory can be freed."""
-        self._calls.clear()
 
     def _draw(self, rows: int, tiny: float) -> None:
         """Draws new noise for the rows that sample, from their own generators if they have a seed."""
@@ -184,8 +153,7 @@ class RowSampler:
     @torch.no_grad()
     def _choose(self, rows: int, needs: Needs) -> None:
         logits, seen, noise = self._logits[:rows], self._seen[:rows], self._noise[:rows]
-        settings = Settings(*self._settings[:, :rows].unsqueeze(-1).unbind())
-        token = choose_rows(logits, seen, noise, settings, needs)
+        token = choose_rows(logits, seen, noise, self._settings[:, :rows], needs)
         self._tokens[:rows] = token
         self._chosen[:rows, 0] = token
         # The largest logit of a row is NaN or infinite if any is NaN or +∞, or all are −∞.
@@ -204,13 +172,17 @@ class Transfer:
     def __init__(self, *tensors: Tensor) -> None:
         self._copy = HostCopy(*tensors)
 
-    def wait(self) -> list[Choice]:
-        """Waits for the copy, and not for kernels launched after it; returns one choice per row."""
+    def wait(self) -> list[TokenLogprob | None]:
+        """Waits for the copy, and not for kernels launched after it.
+
+        Returns:
+            the token of each row, without log-probabilities if no row asked for them; None: the row's logits were not
+            finite, so that no token means anything.
+        """
         chosen, *known = (copy.tolist() for copy in self._copy.wait())
-        if not known:
-            return [Choice(token, bool(finite), None, ()) for token, finite in chosen]
-        rows = zip(chosen, *known, strict=True)
+        logprobs, likely = known or ([(None,)] * len(chosen), [()] * len(chosen))
+        rows = zip(chosen, logprobs, likely, strict=True)
         return [
-            Choice(token, bool(finite), logprobs[0], tuple(zip(likely, logprobs[1:], strict=True)))
-            for (token, finite), logprobs, likely in rows
+            TokenLogprob(token, own, tuple(zip(top, values, strict=True))) if finite else None
+            for (token, finite), (own, *values), top in rows
         ]

@@ -1,64 +1,45 @@
 """The engine's worker: a thread that owns the model, and decides what runs next.
 
 In each round the worker drops cancelled requests, gives free slots to waiting requests, prefills at most one segment's
-tokens, in turns among the prompts and contexts, and decodes one token for every running request. The device is at most
-one round behind.
+tokens, in turns among the prompts and contexts, and decodes one token for every running request.
+
+The device is at most one round behind: it computes the segments of one round while the host launches those of the next.
+Launching a CUDA graph takes the host far less time than running it takes the device. Without a bound, all segments of a
+long context would be queued on the device's stream at once: a new request would wait for all of them, none could be
+cancelled, and progress would be unknown.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from copy import deepcopy
+from dataclasses import replace
 from traceback import clear_frames
 
 import torch
 
-from sympow.generation.sampling import NOT_FINITE, Sampling
+from sympow.generation.sampling import Sampling
 from sympow.model.gpt import GPT
-from sympow.serving.engine.completion import Event, FinishReason
-from sympow.serving.engine.launches import Launches, mark_now
+from sympow.serving.engine.completion import Event, FinishReason, TokenLogprob
 from sympow.serving.engine.prefill_graphs import PrefillGraphs
 from sympow.serving.engine.prefix_cache import PrefixCache
 from sympow.serving.engine.request import ContextPrefill, Prefill, Request
-from sympow.serving.engine.row_sampling import Choice, RowSampler
+from sympow.serving.engine.row_sampling import RowSampler
 from sympow.serving.engine.slots import Slots
-
-# Upper bounds, in seconds, of the histogram of the time to first token; one more bucket counts those beyond.
-TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+from sympow.serving.engine.stats import TTFT_BUCKETS, EngineStats
 
 # Texts of several segments that are prefilled in turns. Each holds a state beside those of the slots.
 TEXTS_IN_TURN = 4
 
 
-@dataclass(kw_only=True)
-class Counts:
-    """What the worker has counted since its start.
-
-    Attributes:
-        submitted, rejected: requests accepted, and refused because the queue was full.
-        finished: ended requests by finish reason.
-        prompt_tokens: tokens that were prefilled, without those from the prefix cache.
-        generated_tokens: tokens that were generated.
-        steps: decoding steps.
-        ttft_counts: histogram of the time to first token: entry i counts requests above bound i − 1 and up to bound i
-            of `TTFT_BUCKETS`; the last entry counts requests above all bounds.
-        ttft_sum: sum of the time to first token over all requests, in seconds.
-    """
-
-    submitted: int = 0
-    rejected: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    ttft_counts: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
-    ttft_sum: float = 0.0
+def mark_now(device: torch.device) -> torch.cuda.Event | None:
+    """A mark after everything launched so far on the current stream of a device; None: it is computed already."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class QueueFullError(RuntimeError):
@@ -79,6 +60,9 @@ class Scheduler:
         rows: the number of slots.
         segment_size: tokens to prefill between two steps.
         max_queue: the most requests beyond those in slots.
+
+    Attributes:
+        failure: what ended the worker; None if it runs or was closed.
     """
 
     def __init__(
@@ -93,44 +77,44 @@ class Scheduler:
         segment_size: int,
         max_queue: int,
     ) -> None:
-        self._model, self._slots, self._sampler, self.cache = model, slots, sampler, cache
+        self._model, self._slots, self._sampler, self._cache = model, slots, sampler, cache
         self._prefill_graphs = prefill_graphs
         self._segment_size, self._limit = segment_size, rows + max_queue
         self._device = model.embedding.weight.device
-        self._launches = Launches(partial(mark_now, self._device))
+        # Segments that the device may not have computed yet: a mark behind each, its text, and the position after it.
+        self._launched: deque[tuple[torch.cuda.Event | None, Request | ContextPrefill, int]] = deque()
+        self._launched_in_round = 0
         self._changed = threading.Condition()
-        self._queue: deque[Request] = deque()
-        self._arrived: deque[ContextPrefill] = deque()
+        # What has been submitted, but for requests that have a slot and contexts that the worker has seen.
+        self._queue: deque[Request | ContextPrefill] = deque()
         self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._cancelled = self._closing = self._aborting = False
-        # What ended the worker; None if it runs or was closed.
         self.failure: BaseException | None = None
         self._in_flight = 0
         self._turns: deque[Request | ContextPrefill] = deque()
         # Texts of several segments that wait to begin while `TEXTS_IN_TURN` others are in prefill.
         self._put_off: deque[Request | ContextPrefill] = deque()
         self._rows: list[Request | None] = [None] * rows
-        self.counts = Counts()
+        self._stats = EngineStats(
+            slots=rows, max_queue=max_queue, slot_nbytes=slots.nbytes // rows, prefix_budget=cache.budget
+        )
         self._thread = threading.Thread(target=self._run, name="sympow-engine", daemon=True)
         self._thread.start()
 
     # What callers use -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, work: Request | ContextPrefill) -> None:
         with self._changed:
             self.check_open()
-            if self._in_flight >= self._limit:
-                self.counts.rejected += 1
-                raise QueueFullError(f"{self._in_flight} requests run or wait already, as many as this engine takes")
-            self.counts.submitted += 1
-            self._in_flight += 1
-            self._queue.append(request)
-            self._changed.notify()
-
-    def submit_context(self, context: ContextPrefill) -> None:
-        with self._changed:
-            self.check_open()
-            self._arrived.append(context)
+            if isinstance(work, Request):
+                if self._in_flight >= self._limit:
+                    self._stats.rejected += 1
+                    raise QueueFullError(
+                        f"{self._in_flight} requests run or wait already, as many as this engine takes"
+                    )
+                self._stats.submitted += 1
+                self._in_flight += 1
+            self._queue.append(work)
             self._changed.notify()
 
     def wake(self) -> None:
@@ -160,17 +144,25 @@ class Scheduler:
                 self._changed.notify()
             self._thread.join()
 
+    def stats(self) -> EngineStats:
+        with self._changed:
+            queued = sum(isinstance(work, Request) for work in self._queue)
+        cache = self._cache
+        return replace(
+            deepcopy(self._stats),
+            running=self._running,
+            prefilling=len(self._turns) + len(self._put_off),
+            queued=queued,
+            prefix_hits=cache.hits,
+            prefix_misses=cache.misses,
+            prefix_hit_tokens=cache.hit_tokens,
+            prefix_entries=len(cache),
+            prefix_nbytes=cache.nbytes,
+        )
+
     @property
-    def running(self) -> int:
+    def _running(self) -> int:
         return sum(request is not None for request in self._rows)
-
-    @property
-    def prefilling(self) -> int:
-        return len(self._turns) + len(self._put_off)
-
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
 
     @property
     def alive(self) -> bool:
@@ -204,7 +196,7 @@ class Scheduler:
         """Waits for work; returns False if the worker is to end."""
         with self._changed:
             while True:
-                busy = self._queue or self._arrived or self._turns or self._put_off or any(self._rows)
+                busy = self._queue or self._turns or self._put_off or any(self._rows)
                 if self._aborting or (self._closing and not busy):
                     return False
                 if busy or self._tasks:
@@ -220,17 +212,16 @@ class Scheduler:
                 future.set_exception(error)
 
     def _drop_cancelled(self) -> None:
+        dropped: list[Request | ContextPrefill] = []
         with self._changed:
             if not self._cancelled:
                 return
             self._cancelled = False
-            dropped: list[Request | ContextPrefill] = [r for r in self._queue if r.handle.cancel_requested]
-            self._queue = deque(r for r in self._queue if not r.handle.cancel_requested)
-            self._turns.extend(self._arrived)
-            self._arrived.clear()
-        dropped += [work for work in (*self._turns, *self._put_off) if work.handle.cancel_requested]
-        self._turns = deque(work for work in self._turns if not work.handle.cancel_requested)
-        self._put_off = deque(work for work in self._put_off if not work.handle.cancel_requested)
+            for waiting in (self._queue, self._turns, self._put_off):
+                cancelled = [work for work in waiting if work.handle.cancel_requested]
+                for work in cancelled:
+                    waiting.remove(work)
+                dropped += cancelled
         for row, request in enumerate(self._rows):
             if request is not None and request.handle.cancel_requested:
                 self._release(row)
@@ -241,12 +232,18 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free slots to requests in order of arrival, and starts contexts, which need no slot."""
         with self._changed:
-            self._turns.extend(self._arrived)
-            self._arrived.clear()
-            taken = self.running + sum(isinstance(work, Request) for work in (*self._turns, *self._put_off))
-            while self._queue and taken < len(self._rows):
-                self._turns.append(self._queue.popleft())
-                taken += 1
+            prefilling = sum(isinstance(work, Request) for work in (*self._turns, *self._put_off))
+            free = len(self._rows) - self._running - prefilling
+            waiting: deque[Request | ContextPrefill] = deque()
+            for work in self._queue:
+                if isinstance(work, ContextPrefill):
+                    self._turns.append(work)
+                elif free:
+                    self._turns.append(work)
+                    free -= 1
+                else:
+                    waiting.append(work)
+            self._queue = waiting
 
     def _prefill(self) -> None:
         """Prefills segments of prompts and contexts in turns, at most `segment_size` tokens in all.
@@ -256,14 +253,16 @@ class Scheduler:
         A text whose next segment is its last always takes its turn. Of longer texts, which hold a state from turn to
         turn, only `TEXTS_IN_TURN` are in prefill; the others wait in order of arrival.
         """
-        self._launches.next_round()
+        # What was launched before the previous round is computed from here on.
+        self._await_launched(self._launched_in_round)
+        self._launched_in_round = 0
         left = self._segment_size
         while self._turns or self._put_off:
             begun = sum(work.begun for work in self._turns)
             if self._put_off and begun < TEXTS_IN_TURN:
                 self._turns.appendleft(self._put_off.popleft())
             work = self._turns[0]
-            work.look_up(self.cache)
+            work.look_up(self._cache)
             if not (work.begun or work.in_one_segment):
                 if begun >= TEXTS_IN_TURN:
                     work.put_off()
@@ -279,9 +278,11 @@ class Scheduler:
             left -= computed
             try:
                 if length:
-                    work.advance(self._model, self.cache, self._prefill_graphs)
-                    self.counts.prompt_tokens += length
-                self._launches.add(partial(self._report, work, work.position))
+                    work.advance(self._model, self._cache, self._prefill_graphs)
+                    self._stats.prompt_tokens += length
+                self._launched.append((mark_now(self._device), work, work.position))
+                self._launched_in_round += 1
+                self._await_launched(len(self._launched))
                 if work not in self._turns:
                     # Reporting its progress raised, which ended the context.
                     continue
@@ -292,25 +293,32 @@ class Scheduler:
                 if isinstance(work, Request):
                     self._join(work)
                 else:
-                    self._launches.wait()
+                    self._await_launched()
                     if not work.handle.done:
                         self._end(work, Event(finish_reason="stop"))
             except Exception as error:  # noqa: BLE001 - of this text alone; its caller is told
                 self._fail(work, error)
 
-    def _report(self, work: Request | ContextPrefill, position: int) -> None:
-        """Reports progress to the caller of a context, once the device has computed the segment."""
-        if isinstance(work, ContextPrefill) and not work.handle.done:
-            try:
-                work.handle.advance(position)
-            except Exception as error:  # noqa: BLE001 - of this context alone; its caller is told
-                self._fail(work, error)
+    def _await_launched(self, most: int = 0) -> None:
+        """Waits until the device has computed all launched segments but `most`, and reports progress of contexts."""
+        while self._launched:
+            mark, work, position = self._launched[0]
+            if mark is not None and not mark.query():
+                if len(self._launched) <= most:
+                    return
+                mark.synchronize()
+            self._launched.popleft()
+            if isinstance(work, ContextPrefill) and not work.handle.done:
+                try:
+                    work.handle.advance(position)
+                except Exception as error:  # noqa: BLE001 - of this context alone; its caller is told
+                    self._fail(work, error)
 
     def _fail(self, work: Request | ContextPrefill, error: Exception) -> None:
         """Ends a prompt or context in prefill with an error."""
         if work in self._turns:
             self._turns.remove(work)
-        self._end(work, _failed(f"{type(error).__name__}: {error}"))
+        self._end(work, _failed(error))
 
     def _join(self, request: Request) -> None:
         """Puts a request whose prompt is prefilled into a free slot."""
@@ -318,7 +326,7 @@ class Scheduler:
             logprobs = None if request.logprobs is None else tuple(request.scores)
             request.handle.append(Event(request.echo, tuple(request.tokens), logprobs, echo=True))
         if request.max_tokens == 0:
-            self._launches.wait()
+            self._await_launched()
             self._end(request, Event(finish_reason="length"))
             return
         assert request.prefix is not None
@@ -342,7 +350,7 @@ class Scheduler:
         if overlapped and any(r is not None and r.generated + 1 < r.max_tokens for r in self._rows):
             self._slots.step(rows)
         choices = transfer.wait()
-        self.counts.steps += 1
+        self._stats.steps += 1
         for row, request in enumerate(self._rows[:rows]):
             if request is not None:
                 self._deliver(row, request, choices[row])
@@ -353,7 +361,7 @@ class Scheduler:
 
     def _compact(self) -> int:
         """Moves requests from the last rows into free ones if that makes the batch smaller; returns the rows in use."""
-        running = self.running
+        running = self._running
         last = max((row + 1 for row, request in enumerate(self._rows) if request is not None), default=0)
         while running and self._slots.batch_rows(running) < self._slots.batch_rows(last):
             gap = self._rows.index(None)
@@ -363,32 +371,26 @@ class Scheduler:
             last = max(row + 1 for row, request in enumerate(self._rows) if request is not None)
         return last
 
-    def _deliver(self, row: int, request: Request, choice: Choice) -> None:
-        if not choice.finite:
-            self._release(row)
-            self._end(request, _failed(NOT_FINITE))
-            return
-        self.counts.generated_tokens += 1
+    def _deliver(self, row: int, request: Request, choice: TokenLogprob | None) -> None:
+        self._stats.generated_tokens += choice is not None
         try:
             event = request.take(choice)
         except Exception as error:  # noqa: BLE001 - a tokenizer's, on this text alone; its caller is told
-            self._release(row)
-            self._end(request, _failed(f"{type(error).__name__}: {error}"))
-            return
+            event = _failed(error)
         if event.finish_reason is None:
             request.handle.append(event)
         else:
             self._release(row)
             self._end(request, event)
-        if request.generated == 1:
+        if request.generated == 1 and event.tokens:
             assert request.handle.first_token_at is not None
             seconds = request.handle.first_token_at - request.handle.created
-            self.counts.ttft_sum += seconds
-            self.counts.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
+            self._stats.ttft_sum += seconds
+            self._stats.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
 
     def warm_up(self) -> None:
         """Does the work of `Engine.warm_up`; called in the worker, while no request runs."""
-        if self.running:
+        if self._running:
             raise RuntimeError("warm_up must be called before requests run")
         on_gpu = self._device.type == "cuda"
         if self._prefill_graphs is not None:
@@ -439,19 +441,17 @@ class Scheduler:
             return
         with self._changed:
             self._in_flight -= 1
-        self.counts.finished[last.finish_reason] += 1
+        self._stats.finished[last.finish_reason] += 1
         work.end(last)
 
     def _end_all(self) -> None:
         """Ends everything that is left, and frees the memory of the slots and of the prefix cache."""
         with self._changed:
             self._closing = True
-            left: list[Request | ContextPrefill] = [*self._queue, *self._arrived, *self._turns, *self._put_off]
-            left += [request for request in self._rows if request is not None]
-            self._queue.clear()
-            self._arrived.clear()
-            self._turns.clear()
-            self._put_off.clear()
+            left = [*self._queue, *self._turns, *self._put_off, *filter(None, self._rows)]
+            for emptied in (self._queue, self._turns, self._put_off):
+                emptied.clear()
+            self._launched.clear()
             self._rows = [None] * len(self._rows)
             tasks = list(self._tasks)
             self._tasks.clear()
@@ -461,17 +461,15 @@ class Scheduler:
             self._end(work, Event(finish_reason=reason, error=message))
         for _, future in tasks:
             future.set_exception(EngineClosedError(message or "the engine is closed"))
-        self._launches.clear()
-        self._slots.close()
-        self._sampler.close()
-        if self._prefill_graphs is not None:
-            self._prefill_graphs.close()
+        for owner in (self._slots, self._sampler, self._prefill_graphs):
+            if owner is not None:
+                owner.calls.clear()
         del self._slots, self._sampler, self._prefill_graphs
-        self.cache.clear()
+        self._cache.clear()
 
 
-def _failed(message: str) -> Event:
-    return Event(finish_reason="error", error=message)
+def _failed(error: Exception) -> Event:
+    return Event(finish_reason="error", error=f"{type(error).__name__}: {error}")
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -9,14 +9,12 @@ Each row is folded when its own window is full.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from sympow.generation.cache import activation_dtype, empty_state, fold, gates_per_pair
-from sympow.generation.decoder import CapturedCall
 from sympow.generation.prefix import Prefix
 from sympow.layers.mixers import ConformalAttention, LayerCache, Mixer
 from sympow.model.gpt import GPT
@@ -24,6 +22,7 @@ from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
 from sympow.ops.window import Window, copy_scales
+from sympow.serving.engine.captured import CapturedCalls
 from sympow.serving.engine.prefill_graphs import StateBuffer
 
 
@@ -125,6 +124,7 @@ class Slots:
         logits: of the next token, (slots, vocabulary), float32 or better; sometimes with a row more.
         seen: which tokens of the vocabulary occurred, of the same shape, bool.
         tokens: the tokens that a step takes, one for each row and for padding.
+        calls: the graphs.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Slots:
         self._model, self._slots, self._step_rows = model, slots, step_rows
         self._backend = model.config.backend
         self._capture = graphs and device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self.calls = CapturedCalls(capture=self._capture, optional=True)
         padded = -(-slots // step_rows) * step_rows
         self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
         # A batch of one has other strides than any other, for which products and sums may add in another order: no step
@@ -153,16 +153,13 @@ class Slots:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.logits = torch.zeros(rows, vocabulary, dtype=dtype, device=device)
         self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
-        self._layers = [_empty_cache(model, mixer, rows, window, max_context) for mixer in _mixers(model)]
+        mixers = [mixer for mixer in model.modules() if isinstance(mixer, Mixer)]
+        self._layers = [_empty_cache(model, mixer, rows, window, max_context) for mixer in mixers]
         self._window = window if isinstance(self._layers[0], Window) else None
         self._held = [0] * rows  # tokens in the window of each row
         self._fronts: dict[tuple[int, int], list[PaddedCache]] = {}
-        self._calls: dict[tuple[str, int, int], CapturedCall] = {}
         self._buffer = buffer
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
-        self._put = None
-        if buffer is not None:
-            self._put = CapturedCall(partial(self._put_buffer), capture=self._capture, pool=self._pool, optional=True)
 
     @property
     def nbytes(self) -> int:
@@ -177,10 +174,10 @@ class Slots:
     def put(self, row: int, prefix: Prefix) -> None:
         """Replaces a row by a prefix of one sequence, which is not modified."""
         state = fold(prefix.state)
-        if self._put is not None and self._buffer is not None:
+        if self._buffer is not None:
             self._buffer.load(state)
             self._row.fill_(row)
-            self._put()
+            self.calls(self._put_buffer)
         else:
             for layer, entry in zip(self._layers, state, strict=True):
                 layer.put(row, entry)  # type: ignore[arg-type]
@@ -204,7 +201,7 @@ class Slots:
         for first, count in self._groups(rows):
             if any(self._held[row] == self._window for row in range(first, first + count)):
                 self._fold_full(first, count)
-            self._call("step", first, count)()
+            self.calls(self._step_rows_from, first, count)
             for row in range(first, first + count):
                 self._held[row] += 1
 
@@ -224,15 +221,10 @@ class Slots:
         for first in range(0, rows, self._step_rows):
             yield first, max(min(rows - first, self._step_rows), self._least)
 
-    def close(self) -> None:
-        """Drops the captured calls, which refer to the slots: their memory is free with the last other reference."""
-        self._calls.clear()
-        self._put = None
-
     def _fold_full(self, first: int, count: int) -> None:
         full = [row for row in range(first, first + count) if self._held[row] == self._window]
         if self._capture:
-            self._call("fold", first, count)()
+            self.calls(self._fold_rows_from, first, count)
         else:
             for row in full or [first]:
                 for layer in self._layers:
@@ -240,15 +232,6 @@ class Slots:
                     layer._rows(row, row + 1).fold(self._backend, only_full=True)
         for row in full:
             self._held[row] = 0
-
-    def _call(self, kind: str, first: int, count: int) -> CapturedCall:
-        key = (kind, first, count)
-        if key not in self._calls:
-            function = self._step_rows_from if kind == "step" else self._fold_rows_from
-            # Not a lambda, through which an error's traceback would keep the slots.
-            call = partial(function, first, count)
-            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool, optional=True)
-        return self._calls[key]
 
     def _front(self, first: int, count: int) -> list[PaddedCache]:
         """The caches of some rows, for a batch of `step_rows`."""
@@ -275,10 +258,6 @@ class Slots:
         for padded in self._front(first, count):
             assert isinstance(padded.cache, Window)
             padded.cache.fold(self._backend, only_full=True)
-
-
-def _mixers(model: GPT) -> list[Mixer]:
-    return [mixer for mixer in model.modules() if isinstance(mixer, Mixer)]
 
 
 def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context: int | None) -> LayerCache:

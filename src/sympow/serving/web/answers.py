@@ -89,10 +89,9 @@ class Answer:
         self._offsets: dict[int, TokenOffsets] = {}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        choices = [self._choice(index, result) for index, result in enumerate(results)]
-        kind = "chat.completion" if self._chat else "text_completion"
+        choices = [self._whole_choice(index, result) for index, result in enumerate(results)]
         usages = [result.usage for result in results]
-        return {**self._head(kind), "choices": choices, "usage": self.usage(usages)}
+        return self._response("chat.completion", choices) | {"usage": self.usage(usages)}
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """The usage of all choices; each prompt counts once, and the tokens of a context are counted separately.
@@ -112,46 +111,47 @@ class Answer:
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice of a chat; None for completions."""
-        if not self._chat:
-            return None
-        return self._chunk([self._delta(index, {"role": "assistant", "content": ""}, None, None)])
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([_choice(index, {"delta": delta}, None, None)]) if self._chat else None
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
         """The chunk for an event of a choice; None if it has nothing for the client."""
         logprobs = None if event.logprobs is None else self._logprobs(index, event.logprobs)
         if not event.text and logprobs is None and event.finish_reason is None:
             return None
+        content: dict[str, Any] = {"text": event.text}
         if self._chat:
-            delta = {"content": event.text} if event.text else {}
-            return self._chunk([self._delta(index, delta, logprobs, event.finish_reason)])
-        choice = {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
-        return self._chunk([choice])
+            content = {"delta": {"content": event.text} if event.text else {}}
+        return self._chunk([_choice(index, content, logprobs, event.finish_reason)])
 
     def closing(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """The last chunk, with the usage."""
         return self._chunk([]) | {"usage": self.usage(usages)}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
-
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk" if self._chat else "text_completion"), "choices": choices}
+        return self._response("chat.completion.chunk", choices)
 
-    def _delta(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _response(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A response, or a chunk of it; `kind` of those of chats."""
+        kind = kind if self._chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _choice(self, index: int, result: Result) -> dict[str, Any]:
+    def _whole_choice(self, index: int, result: Result) -> dict[str, Any]:
         # If no token was generated, there are only the log-probabilities of the prompt.
         known = [entries for entries in (result.prompt_logprobs, result.logprobs) if entries is not None]
         logprobs = self._logprobs(index, [entry for entries in known for entry in entries]) if known else None
-        choice = {"index": index, "logprobs": logprobs, "finish_reason": result.finish_reason}
+        content: dict[str, Any] = {"text": result.text}
         if self._chat:
-            return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
-        return {**choice, "text": result.text}
+            content = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
+        return _choice(index, content, logprobs, result.finish_reason)
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
-            return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
+            content = [
+                self._named(entry.token, entry.logprob) | {"top_logprobs": [self._named(*pair) for pair in entry.top]}
+                for entry in entries
+            ]
+            return {"content": content, "refusal": None}
         if index not in self._offsets:
             # The first token of a text alone has no log-probability.
             continues = not entries or entries[0].logprob is not None
@@ -165,12 +165,12 @@ class Answer:
             "text_offset": [offsets.take(entry.token) for entry in entries],
         }
 
-    def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
-        named = [self._named(token, logprob) for token, logprob in entry.top]
-        return {**self._named(entry.token, entry.logprob), "top_logprobs": named}
-
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self._names.name(token), "logprob": _finite(logprob), "bytes": self._names.utf8(token)}
+
+
+def _choice(index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -17,12 +17,11 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import PurePath
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,7 +29,7 @@ from starlette.types import ASGIApp
 
 import sympow
 from sympow.serving.web import contexts, openai
-from sympow.serving.web.errors import ENGINE_ERRORS, ApiError, error_response
+from sympow.serving.web.errors import KINDS, ApiError, error_response
 from sympow.serving.web.gatekeeping import Gatekeeper
 from sympow.serving.web.metrics import ServerMetrics
 from sympow.serving.web.openai import Service
@@ -93,7 +92,7 @@ def create_app(service: Service) -> ASGIApp:
     )
     _add_errors(app)
     openai.add_routes(app, service)
-    contexts.add_routes(app, service)
+    contexts.add_routes(app, service.contexts, [Depends(service.check_open)])
     _add_monitoring(app, service)
     page = _add_page(app)
     return Gatekeeper(app, service.options, service.counts, public=("/health", *page), routes=ROUTES)
@@ -108,7 +107,7 @@ def _add_errors(app: FastAPI) -> None:
             error = ApiError(error.status_code, message, code="unknown_url", headers=dict(error.headers or {}))
         return error_response(error)
 
-    for kind in (HTTPException, RequestValidationError, ValidationError, *ENGINE_ERRORS, Exception):
+    for kind in KINDS:
         app.add_exception_handler(kind, answer)
 
 

@@ -89,8 +89,10 @@ class ContextFolder:
         path.mkdir(parents=True, exist_ok=True)
         self._own = path / f"{WRITING}{secrets.token_hex(8)}"
         with lock_file(path / FOLDER_LOCK_FILE):
+            # A folder whose lock is free is that of a process that no longer lives.
             for folder in path.glob(f"{WRITING}*"):
-                _remove_if_abandoned(folder)
+                with suppress(BlockingIOError), lock_file(folder / LOCK_FILE, wait=False):
+                    shutil.rmtree(folder, ignore_errors=True)
             self._own.mkdir()
             self._lock = os.open(self._own / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             lock_descriptor(self._lock)
@@ -155,35 +157,17 @@ class ContextFolder:
         shutil.rmtree(rubbish)
 
     def _look(self, id_: str) -> Record | None:
-        """A context's record; None if it cannot be used. A file that cannot be opened is tried again next time."""
+        """A context's record; None if it is of another model, or damaged, or cannot be opened now."""
         if id_ not in self._known:
+            folder = self.path / id_
             try:
-                self._known[id_] = self._read(id_)
+                record = RECORDS.validate_json((folder / RECORD_FILE).read_bytes())
+                words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
+                usable = record.id == id_ and words.get("fingerprint") == self._fingerprint
+                self._known[id_] = record if usable else None
+            except ValueError:
+                self._known[id_] = None
             except OSError:
+                # It is tried again next time.
                 return None
         return self._known[id_]
-
-    def _read(self, id_: str) -> Record | None:
-        """A context's record from disk; None if it is of another model, or damaged."""
-        folder = self.path / id_
-        try:
-            record = RECORDS.validate_json((folder / RECORD_FILE).read_bytes())
-            words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
-        except ValueError:
-            return None
-        return record if record.id == id_ and words.get("fingerprint") == self._fingerprint else None
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    """Removes the `.writing-…` folder of a process that no longer lives."""
-    try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
-    except FileNotFoundError:
-        # Its process was killed while it created or removed the folder; both happen under locks that are free now.
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    try:
-        if lock_descriptor(handle, blocking=False):
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +10,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from sympow.errors import ArgumentError
+from sympow.errors import ArgumentError, UserError
 from sympow.serving.engine.completion import RequestError
 from sympow.serving.engine.scheduler import EngineClosedError, QueueFullError
 
@@ -22,8 +20,11 @@ ErrorType = Literal[
 # OpenAI's clients retry requests by themselves after some statuses, unless this header forbids it.
 NO_RETRY = {"x-should-retry": "false"}
 
-# Exceptions that mean the same wherever they are raised.
-ENGINE_ERRORS = (QueueFullError, EngineClosedError, RequestError)
+# What `api_error` knows, to be registered as FastAPI asks for it.
+KINDS = (
+    *(HTTPException, RequestValidationError, ValidationError, UserError),
+    *(QueueFullError, EngineClosedError, RequestError, Exception),
+)
 
 # Status of a request whose client has gone away, for the metrics.
 DISCONNECTED = 499
@@ -62,13 +63,8 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def api_error(error: Exception, fields: Collection[str] | None = None) -> ApiError:
-    """What a client is told of an exception.
-
-    Args:
-        fields: fields of the request, whose values the library has refused by a ValueError or TypeError: an argument's
-            name is the error's param if it is one of these. None: it is a bug.
-    """
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception. An argument that the library has refused was a field of the request."""
     match error:
         case ApiError():
             return error
@@ -85,9 +81,8 @@ def api_error(error: Exception, fields: Collection[str] | None = None) -> ApiErr
             return stopping()
         case RequestError():
             return failed(str(error))
-        case ValueError() | TypeError() if fields is not None:
-            name = argument_of(error)
-            return ApiError(400, str(error), param=name if name in fields else None)
+        case UserError():
+            return ApiError(400, str(error), param=argument_of(error))
         case _:
             # The server prints the traceback; the client gets no details.
             return ApiError(500, "the server failed on this request", "server_error")
@@ -98,15 +93,6 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status_code, headers=told.headers)
 
 
-@contextmanager
-def given_by_client(fields: Collection[str]) -> Iterator[None]:
-    """Around calls of the library with a client's values; arguments as in `api_error`."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise api_error(error, fields) from error
-
-
 def queue_full(message: str) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="queue_full", headers={"retry-after": "1"})
 
@@ -114,11 +100,6 @@ def queue_full(message: str) -> ApiError:
 def stopping() -> ApiError:
     message = "the server is stopping"
     return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
-
-
-def timed_out(seconds: float) -> ApiError:
-    message = f"the request took longer than {seconds:g} seconds, this server's limit; ask for fewer tokens"
-    return ApiError(504, message, "timeout", code="timeout", headers=NO_RETRY)
 
 
 def disconnected() -> ApiError:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from sympow.serving.engine.completion import Completion, Event, Result, Usage
 from sympow.serving.web.answers import Answer
-from sympow.serving.web.errors import DISCONNECTED, ApiError, disconnected, failed, timed_out
+from sympow.serving.web.errors import DISCONNECTED, NO_RETRY, ApiError, disconnected, failed
 from sympow.serving.web.gatekeeping import HttpCounts
 
 # Events of several completions that are queued for a slow client; further ones stay with their completions.
@@ -42,10 +42,11 @@ class Exchange:
     def __init__(self, receive: Receive, timeout: float, running: set[Exchange], counts: HttpCounts) -> None:
         self.completions: list[Completion] = []
         self.error: ApiError | None = None
-        self._ended = False
         self._receive, self._counts, self._running = receive, counts, running
-        self._failed = asyncio.Event()
-        self._timer = asyncio.get_running_loop().call_later(timeout, lambda: self.fail(timed_out(timeout)))
+        self._failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        message = f"the request took longer than {timeout:g} seconds, this server's limit; ask for fewer tokens"
+        late = ApiError(504, message, "timeout", code="timeout", headers=NO_RETRY)
+        self._timer = asyncio.get_running_loop().call_later(timeout, self.fail, late)
         running.add(self)
 
     def __enter__(self) -> Exchange:
@@ -54,27 +55,28 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended = True
         self._timer.cancel()
         self._running.discard(self)
+        # A thread may still submit, for nobody.
+        self.error = self.error or disconnected()
         self._cancel()
 
     def check_awaited(self) -> None:
         """Raises if nobody waits for the completions any more."""
-        if self._ended or self.error is not None:
-            raise self.error or disconnected()
+        if self.error is not None:
+            raise self.error
 
     def add(self, completion: Completion) -> None:
         """Adds a completion, and cancels it if the exchange has ended meanwhile; called by the submitting thread."""
         self.completions.append(completion)
-        if self._ended or self.error is not None:
+        if self.error is not None:
             completion.cancel()
 
     def fail(self, error: ApiError) -> None:
         """Cancels all completions; the client gets the error."""
         if self.error is None:
             self.error = error
-            self._failed.set()
+            self._failed.set_result(None)
         self._cancel()
 
     async def run(self, work: Awaitable[T], patience: float = 0) -> T:
@@ -83,17 +85,16 @@ class Exchange:
         Args:
             patience: seconds that the work gets to end by itself then, if the client is still there.
         """
-        working = asyncio.ensure_future(work)
-        others = [asyncio.create_task(self._watch()), asyncio.create_task(self._failed.wait())]
+        working, watching = asyncio.ensure_future(work), asyncio.create_task(self._watch())
         try:
-            await asyncio.wait([working, others[1]], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([working, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if self.error is not None:
                 if patience and not working.done() and self.error.status_code != DISCONNECTED:
                     await asyncio.wait([working], timeout=patience)
                 raise self.error
             return working.result()
         finally:
-            await _end([working, *others])
+            await _end([working, watching])
 
     async def results(self) -> list[Result]:
         return [await completion.aresult() for completion in self.completions]

@@ -112,16 +112,13 @@ class Gatekeeper:
             self._counts.open -= 1
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
         body = _Body(receive, self._options.max_body)
-        refusal = self._refusal(scope["method"], scope["path"], headers)
-        if refusal is None and _content_length(headers) > self._options.max_body:
-            refusal = body.too_large()
-        if refusal is not None:
+        refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
+        if refusal is None:
+            await self._app(scope, body.receive, send)
+        else:
             await body.drain()
             await error_response(refusal)(scope, receive, send)
-            return
-        await self._app(scope, body.receive, send)
 
     def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         host, known = headers.get("host", ""), self._options.hosts
@@ -172,7 +169,8 @@ class _Body:
             raise disconnected()
         if self._bytes > self._limit:
             await self.drain()
-            raise self.too_large()
+            reason = f"the body must have at most {self._limit:,} bytes, the limit of this server (--max-body)"
+            raise ApiError(413, reason, code="body_too_large", headers={"connection": "close"})
         return message
 
     async def drain(self) -> None:
@@ -184,19 +182,9 @@ class _Body:
         except TimeoutError:
             pass
 
-    def too_large(self) -> ApiError:
-        message = f"the body must have at most {self._limit:,} bytes, the limit of this server (--max-body)"
-        return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
-
     def _note(self, message: Message) -> None:
         self._bytes += len(message.get("body", b""))
         self._complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
-
-
-def _content_length(headers: Headers) -> int:
-    """The Content-Length header; 0 without one. The HTTP server has already refused malformed ones."""
-    told = headers.get("content-length", "0")
-    return int(told) if told.isdecimal() and len(told) < 19 else 0
 
 
 def _is_of_another_site(headers: Headers, host: str) -> bool:

@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from sympow.serving.engine.engine import Engine
-from sympow.serving.engine.scheduler import TTFT_BUCKETS
-from sympow.serving.web.context_store import ContextStore
+from sympow.serving.engine.stats import TTFT_BUCKETS
+from sympow.serving.web.contexts import ContextStore
 from sympow.serving.web.gatekeeping import HttpCounts
 
 

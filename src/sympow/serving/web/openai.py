@@ -26,8 +26,8 @@ from sympow.serving.engine.engine import Engine
 from sympow.serving.engine.request import Request
 from sympow.serving.web.answers import Answer, TokenNames
 from sympow.serving.web.bodies import ChatBody, CompletionBody, GenerationBody, Prompt
-from sympow.serving.web.context_store import ContextStore
-from sympow.serving.web.errors import ApiError, given_by_client, stopping
+from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.errors import ApiError, stopping
 from sympow.serving.web.exchange import Exchange, StreamedAnswer
 from sympow.serving.web.gatekeeping import HttpCounts, ServerOptions
 
@@ -107,8 +107,7 @@ class Service:
         Args:
             tokens_of: tokenizes prompts in another way than the engine.
         """
-        with given_by_client(type(body).model_fields):
-            options, seeds = body.options(), body.seeds()
+        options, seeds = body.options(), body.seeds()
         self._check_limits(body, options["max_tokens"], len(prompts) * len(seeds))
         prefix = None if body.context is None else await self.contexts.prefix(body.context)
         if self._ended:
@@ -120,16 +119,15 @@ class Service:
                 # Tokenizing long texts would block the event loop, so this runs in a thread, and stops when nobody
                 # waits for it any more. The choices of a prompt share its tokens.
                 requests: list[Request] = []
-                with given_by_client(type(body).model_fields):
-                    for prompt in prompts:
-                        exchange.check_awaited()
-                        given = tokens_of(prompt) if tokens_of is not None and isinstance(prompt, str) else prompt
-                        asked = self.engine.request(given, **options, prefix=prefix, check=exchange.check_awaited)
-                        requests += [replace(asked, seed=seed) for seed in seeds]
-                    _check_logprobs(requests)
-                    for request in requests:
-                        exchange.check_awaited()
-                        exchange.add(self.engine.submit(request))
+                for prompt in prompts:
+                    exchange.check_awaited()
+                    given = tokens_of(prompt) if tokens_of is not None and isinstance(prompt, str) else prompt
+                    asked = self.engine.request(given, **options, prefix=prefix, check=exchange.check_awaited)
+                    requests += [replace(asked, seed=seed) for seed in seeds]
+                _check_logprobs(requests)
+                for request in requests:
+                    exchange.check_awaited()
+                    exchange.add(self.engine.submit(request))
 
             is_long = sum(map(len, prompts)) > LONG_PROMPTS
             threads = self.tokenizing_long if is_long else self.tokenizing
@@ -182,8 +180,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             message = "this model's tokenizer has no chat template: use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         messages = [one.for_template() for one in body.messages]
-        with given_by_client(ChatBody.model_fields):
-            text = await asyncio.to_thread(template.write, messages)
+        text = await asyncio.to_thread(template.write, messages)
         return await service.complete(http, body, [text], template.tokens)
 
 

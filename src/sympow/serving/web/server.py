@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
@@ -88,22 +87,11 @@ class StoppableServer(uvicorn.Server):
         """Also ends the server when its engine has failed, so that a supervisor can restart it."""
         return await super().on_tick(counter) or not self._service.engine.alive
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but without raising the signal again at the end, so that the exit code is 0."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in signals}
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-                signal.signal(number, before[number])
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # As uvicorn's, but it does not note the signal, which would be raised again at the end: the exit code is 0.
+        asyncio.get_running_loop().call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
         if self.should_exit:
             self._service.fail_running()
             return
