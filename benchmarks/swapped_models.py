@@ -294,8 +294,8 @@ def measure_all(options: argparse.Namespace, keep: Callable[[dict[str, Any]], No
         for variant in variants
     ]
     with progress_bar() as show:
-        for number, call in enumerate(calls):
-            show(" ".join(map(str, call)), number, len(calls))
+        for call in calls:
+            show(" ".join(map(str, call)), len(calls))
             row = measure(options, *call)
             print(json.dumps(row), flush=True)
             keep(row)
