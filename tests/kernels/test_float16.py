@@ -21,6 +21,7 @@ from support import (
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sympow.kernels import running_sums
 from sympow.kernels.attention import op, split_float32, tiles
 from sympow.kernels.float16_range import (
     FOLDED_VALUE_FACTOR,
@@ -152,7 +153,7 @@ def test_states_at_both_ends(form, power, options):
 
 def test_gates_far_from_the_end(monkeypatch):
     """The drift of their gradient is corrected between blocks of queries."""
-    monkeypatch.setattr(op, "DRIFT_SPACING", 64)
+    monkeypatch.setattr(running_sums, "DRIFT_SPACING", 64)
     compare(make(7, length=300, heads=2, key_heads=1), 2, "attention")
 
 
@@ -335,7 +336,7 @@ def test_a_row_whose_weights_are_lost_has_no_gradients():
 @pytest.mark.parametrize("rows", [64, 128])
 def test_tiles_of_float32_in_pieces(monkeypatch, rows):
     """Tiles of any shape give the same numbers, with the gates' drift corrected between blocks of queries."""
-    monkeypatch.setattr(op, "DRIFT_SPACING", 128)
+    monkeypatch.setattr(running_sums, "DRIFT_SPACING", 128)
     monkeypatch.setitem(tiles._PIECES, "rows", rows)
     inputs = random_inputs(10, length=300, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)
     exact = inputs.map(torch.Tensor.double).requires_grad()

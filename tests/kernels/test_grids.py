@@ -36,8 +36,9 @@ from sympow.kernels.pair_gates.op import fused_pair_attention
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
+from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.message_packing import pack, unpack
-from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums
+from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
 from sympow.ops.torch.softmax import softmax_attention

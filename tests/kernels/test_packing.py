@@ -10,8 +10,8 @@ from sympow.settings import symmetric_dim
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.message_packing import pack, pack_nothing, unpack
-from sympow.kernels.states.quadratic import FullState
 from sympow.kernels.states.reference import pack_reference, unpack_reference
 from sympow.parallel.scan import Carried
 

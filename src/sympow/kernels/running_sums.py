@@ -32,6 +32,12 @@ from sympow.kernels.launch import ceil_div, flat_grid, launch
 CLOSED_GATE = tl.constexpr(-300.0)
 SCAN_BLOCK = 1024
 DRIFT_BLOCK = 256
+# In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
+DRIFT_SPACING = 4096
+# ... or fewer times for long sequences: what the kernels write for it grows with the number of blocks and the length.
+MAX_DRIFT_BLOCKS = 16
+# Blocks are multiples of the tiles of every kernel.
+DRIFT_MULTIPLE = 128
 # Tokens per tile of keys in every kernel that reads gates.
 KEY_TILE = 64
 
@@ -281,6 +287,11 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
 
 
 # Drift correction ---------------------------------------------------------------------------------------------------
+
+
+def drift_spacing(length: int) -> int:
+    """Queries between two corrections of the attention form."""
+    return max(DRIFT_SPACING, ceil_div(ceil_div(length, MAX_DRIFT_BLOCKS), DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
 
 
 def exact_sums_at_boundaries(crossing: Tensor, boundaries: tuple[int, int], length: int, chunk: int) -> Tensor:

@@ -25,7 +25,7 @@ from sympow.ops.numerics import log_gate_root, without_autocast
 from sympow.ops.rotary import phase_after
 from sympow.ops.sequence import Sequence, divide, run_documents
 from sympow.ops.state import State
-from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights, to_full
+from sympow.ops.symmetric import feature_indices, multinomial_weights
 from sympow.ops.torch.dynamic_length import run_open_length
 from sympow.ops.torch.forms import run_late_queries, run_portable
 from sympow.ops.torch.products import Sums, query_state, update_state
@@ -215,6 +215,7 @@ def _run(
     from sympow.kernels.attention.op import fused_attention, query_scales
     from sympow.kernels.common import close_gates, locate
     from sympow.kernels.rotary import fused_rotation
+    from sympow.kernels.states.full_state import from_full, to_full
 
     documents = None if cu_seqlens is None else locate(cu_seqlens.to(sequence.q.device), sequence.length)
     with_states = initial_state is not None or return_state

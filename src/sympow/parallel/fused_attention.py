@@ -28,7 +28,8 @@ from sympow.settings import Backend, Form, symmetric_dim
 if TYPE_CHECKING:
     from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
     from sympow.kernels.running_sums import Gates
-    from sympow.kernels.states.quadratic import ChunkStates, FullState
+    from sympow.kernels.states.full_state import FullState
+    from sympow.kernels.states.quadratic import ChunkStates
 
 
 def runs_fused(sequence: Sequence, own: Shard, form: Form, backend: Backend, chunk_size: int | None) -> bool:

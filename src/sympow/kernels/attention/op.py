@@ -19,19 +19,20 @@ from sympow.kernels.running_sums import (
     SCAN_BLOCK,
     Gates,
     correct_drift,
+    drift_spacing,
     exact_sums_at_blocks,
     exact_sums_at_boundaries,
     gate_gradient,
     gate_sums,
 )
-from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, entries_of_high, scan_sums
-
-# In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
-DRIFT_SPACING = 4096
-# ... or fewer times for long sequences: what the kernel writes for it grows with the number of blocks and the length.
-MAX_DRIFT_BLOCKS = 16
-# Blocks are multiples of the tiles of every kernel.
-DRIFT_MULTIPLE = 128
+from sympow.kernels.states.full_state import FullState
+from sympow.kernels.states.quadratic import (
+    ChunkStates,
+    boundaries_with_states,
+    chunk_sums,
+    entries_of_high,
+    scan_sums,
+)
 
 
 class Saved(NamedTuple):
@@ -257,7 +258,7 @@ def _attend_backward(
             other_scales=None if kept.ranges is None else kept.ranges.of_states,
         )  # fmt: skip
     length, terms = k.shape[1], None
-    block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
+    block = drift_spacing(length)
     if gates is not None and states is None and length > block:
         terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
     dk, dv, column_terms = engine.key_gradient(call, rows, gates, reverse, Blocks(terms, block))
@@ -363,12 +364,6 @@ def describe(
         q.device if q.is_cuda else None, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], power, chunk, with_states,
         boundaries, documents,
     )  # fmt: skip
-
-
-def boundaries_with_states(length: int, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
-    """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
-    chunks = -(-length // chunk)
-    return (0 if initial else 1), (chunks if final else chunks - 1)
 
 
 def _largest_entries(kv: Tensor | None, normalizer: Tensor | None) -> Tensor | None:

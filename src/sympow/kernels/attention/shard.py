@@ -21,11 +21,18 @@ from torch import Tensor
 from sympow.kernels import running_sums
 from sympow.kernels.attention import backward as attention_backward
 from sympow.kernels.attention import forward as attention_forward
-from sympow.kernels.attention.op import boundaries_with_states
 from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import scale_queries
 from sympow.kernels.running_sums import Gates, correct_drift, exact_sums_at_boundaries, gate_gradient
-from sympow.kernels.states.quadratic import ChunkStates, ChunkSums, FullState, chunk_sums, end_alone, scan_sums
+from sympow.kernels.states.full_state import FullState
+from sympow.kernels.states.quadratic import (
+    ChunkStates,
+    ChunkSums,
+    boundaries_with_states,
+    chunk_sums,
+    end_alone,
+    scan_sums,
+)
 
 
 @dataclass(frozen=True)

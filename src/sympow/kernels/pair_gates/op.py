@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sympow.kernels.attention.backward import prepare
-from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS
 from sympow.kernels.attention.tiles import Tiles
 from sympow.kernels.common import Documents, sums_to_end
 from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
@@ -27,6 +26,7 @@ from sympow.kernels.pair_gates.forward import attend
 from sympow.kernels.pair_gates.gate_gradient import crossing_sums, gate_gradient
 from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_scores
 from sympow.kernels.pair_gates.states import chunk_decays, scan_pairs
+from sympow.kernels.running_sums import drift_spacing
 from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 
 # Tiles for heads of up to 64 and above, each with those of an H200 first, as in `attention.op`.
@@ -192,7 +192,7 @@ def _attend_pairs_backward(
     query_part, weights = query_gradient(
         q_near, near, far, v, divided, minus_delta, neighbours, tables, chunked=read, documents=documents, **tiles.query
     )
-    spacing = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // LARGEST_TILE) * LARGEST_TILE)
+    spacing = drift_spacing(length)
     reverse = None
     if read is not None and across is not None and until is not None and k_until is not None:
         sums = chunk_sums(

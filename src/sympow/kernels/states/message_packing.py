@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sympow.kernels.common import split_program_id
 from sympow.kernels.launch import flat_grid, launch
-from sympow.kernels.states.quadratic import FullState
+from sympow.kernels.states.full_state import FullState
 
 ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from sympow.kernels.common import divide_steps, dot_precision, split_program_id,
 from sympow.kernels.device_limits import limits_of, register_limit
 from sympow.kernels.float16_range import GRADIENT_FACTOR, KEY_LENGTH, VALUE_FACTOR, StateScales
 from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, head_major, launch
+from sympow.kernels.states.full_state import FullState
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
@@ -52,13 +53,6 @@ ENTRY_MULTIPLE = 8
 # The three tensors of a state: Z, and S for the lower and for the upper half of the entries.
 StateTensors = tuple[Any, Any, Any]
 NO_TENSORS: StateTensors = (None, None, None)
-
-
-class FullState(NamedTuple):
-    """One state with all d² features: kv (b, h_kv, d, e, d) and normalizer (b, h_kv, d, d), float32."""
-
-    kv: Tensor
-    normalizer: Tensor
 
 
 @dataclass(frozen=True)
@@ -429,6 +423,12 @@ def _scan_scales(own: StateScales | None, other: StateScales | None) -> dict[str
 
 def _head_strides(tensors: StateTensors) -> tuple[int, ...]:
     return tuple(0 if x is None else x.stride(1) for x in tensors)
+
+
+def boundaries_with_states(length: int, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
+    """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
+    chunks = ceil_div(length, chunk)
+    return (0 if initial else 1), (chunks if final else chunks - 1)
 
 
 def entries_of_high(dim: int, key_dim: int | None) -> int:
