@@ -27,7 +27,7 @@ from sympow.kernels.float16_range import (
     FOLDED_VALUE_FACTOR,
     GRADIENT_FACTOR,
     KEY_UNIT,
-    key_range,
+    measure_keys,
     prepare,
 )
 from sympow.kernels.hopper.folded_rows import fold_factors
@@ -164,7 +164,7 @@ def test_bounds_of_keys(gate, power):
     inputs = make(8, length=1100, gate=gate)
     k = inputs.k * torch.exp2(torch.randn(1, 1100, 1, 1, generator=torch.Generator().manual_seed(0)) * 3).half()
     gates = None if inputs.log_gamma is None else gate_sums(inputs.log_gamma.float())
-    found = key_range(k, inputs.v, power, gates).bound
+    found = measure_keys(k, inputs.v, power, gates).bound
     lengths = k.double().norm(dim=-1).log2().transpose(1, 2)
     sums = torch.zeros_like(lengths) if gates is None else gates.sums / torch.log(torch.tensor(2.0)).double() / power
     torch.testing.assert_close(found.double(), (lengths - sums).cummax(-1).values + sums, rtol=0, atol=1e-4)
@@ -179,7 +179,7 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
         q, k, v, log_gamma, None, None, None, None, power, 0, q.shape[-1], False, True, False
     )
     gates = None if log_gamma is None else gate_sums(log_gamma)
-    ranges = key_range(k, v, power, gates)
+    ranges = measure_keys(k, v, power, gates)
     rows = prepare(q, y, dy, weight, None, ranges, power)
     folded = fold_factors(rows, None if gates is None else gates.split, power, 1, 128)
     unit, value_factor, factor = (

@@ -24,9 +24,9 @@ from sympow.checks import check_choice
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
+from sympow.ops.inputs import Inputs
 from sympow.ops.interface import attention
 from sympow.ops.numerics import without_autocast
-from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, multinomial_weights
 from sympow.ops.validation import check_tensors
@@ -69,9 +69,9 @@ class Window(WindowBatch):
         Raises:
             ValueError, TypeError: where an argument does not fit; the message names it.
         """
-        sequence = self._check(q, k, v, log_gamma, beta, theta)
-        if sequence.length != 1:
-            raise ArgumentError("q", f", k and v must be one token long, (b, 1, h, d); got {sequence.length}")
+        inputs = self._check(q, k, v, log_gamma, beta, theta)
+        if inputs.length != 1:
+            raise ArgumentError("q", f", k and v must be one token long, (b, 1, h, d); got {inputs.length}")
         chosen = self._backend(backend, q.device.type, q.dtype)
         if _on_host():
             if self.tokens == self.capacity:
@@ -79,7 +79,7 @@ class Window(WindowBatch):
             self.tokens += 1
         # Under autocast the products below would silently run in half precision.
         with torch.no_grad(), without_autocast(q.device):
-            return self._fused_step(sequence) if chosen == "triton" else self._portable_step(sequence)
+            return self._fused_step(inputs) if chosen == "triton" else self._portable_step(inputs)
 
     def read(
         self,
@@ -98,10 +98,10 @@ class Window(WindowBatch):
             backend: as in `sympow.attention`, for attention among the new tokens; attention to those in the window runs
                 in plain PyTorch.
         """
-        sequence = self._check(q, k, v, log_gamma, beta, theta)
+        inputs = self._check(q, k, v, log_gamma, beta, theta)
         check_choice("backend", backend, BACKENDS)
-        self._check_room(sequence.length)
-        if not sequence.length:
+        self._check_room(inputs.length)
+        if not inputs.length:
             return q.new_empty(*q.shape[:3], self.value_dim)
         if self.kv is None and self.tokens == 0:
             with torch.no_grad():
@@ -109,8 +109,8 @@ class Window(WindowBatch):
             self.extend(k, v, log_gamma, beta, theta)
             return y
         with torch.no_grad(), without_autocast(q.device):
-            y = self._portable_read(sequence)
-        self.tokens += sequence.length
+            y = self._portable_read(inputs)
+        self.tokens += inputs.length
         return y
 
     def extend(
@@ -126,13 +126,13 @@ class Window(WindowBatch):
         Args:
             k, v, log_gamma, beta, theta: as in `sympow.attention`, any number of tokens within the capacity.
         """
-        sequence = self._check(k, k, v, log_gamma, beta, theta)
-        self._check_room(sequence.length)
-        if not sequence.length:
+        inputs = self._check(k, k, v, log_gamma, beta, theta)
+        self._check_room(inputs.length)
+        if not inputs.length:
             return
         with torch.no_grad(), without_autocast(k.device):
-            self._portable_extend(sequence)
-        self.tokens += sequence.length
+            self._portable_extend(inputs)
+        self.tokens += inputs.length
 
     def fold(self, backend: str = "auto", *, only_full: bool = False) -> None:
         """Folds the window's tokens into the state, which is made if there was none, and empties the window.
@@ -192,7 +192,7 @@ class Window(WindowBatch):
         log_gamma: Tensor | None,
         beta: Tensor | None,
         theta: Tensor | None,
-    ) -> Sequence:
+    ) -> Inputs:
         check_tensors(q, k, v, log_gamma, beta, theta)
         expectations = (
             ("batch", k.shape[0], self.keys.shape[0]),
@@ -213,10 +213,10 @@ class Window(WindowBatch):
             raise UserError(f"theta: the window was made {made} rotation, but is used {used}")
         if log_gamma is not None and log_gamma.ndim == 4 and log_gamma.shape[-1] != self.decay.shape[-1]:
             raise ArgumentError("log_gamma", "has a gate per rotated pair, but the window was made for one per head")
-        sequence = Sequence(q, k, v, log_gamma, beta, theta, self.power)
-        if sequence.needs_grad:
+        inputs = Inputs(q, k, v, log_gamma, beta, theta, self.power)
+        if inputs.needs_grad:
             raise UserError("the inputs of a window's step must not require gradients: steps are not differentiable")
-        return sequence
+        return inputs
 
     def _check_room(self, tokens: int) -> None:
         if self.tokens + tokens > self.capacity:
@@ -239,7 +239,7 @@ class Window(WindowBatch):
         )
         return choose_backend(backend, request)
 
-    def _fused_step(self, sequence: Sequence) -> Tensor:
+    def _fused_step(self, inputs: Inputs) -> Tensor:
         from sympow.kernels.decode.op import fused_window_step
         from sympow.kernels.decode.window_step import window_workspace
 
@@ -248,9 +248,9 @@ class Window(WindowBatch):
             index, weight = self._feature_tables()
             self._ensure_copy()
         length = window_workspace(
-            sequence.batch,
-            sequence.key_heads,
-            sequence.group,
+            inputs.batch,
+            inputs.key_heads,
+            inputs.group,
             self.key_dim,
             self.value_dim,
             0 if weight is None else weight.shape[0],
@@ -260,10 +260,10 @@ class Window(WindowBatch):
             split_batch=self._split_batch(),
         )
         if self.workspace is None or self.workspace.numel() < length:
-            batch = sequence.batch
+            batch = inputs.batch
             self.workspace = self.decay.new_empty(batch, -(-length // batch), dtype=torch.float32)
         y: Tensor = fused_window_step(
-            *sequence.one_token(),
+            *inputs.one_token(),
             self.kv if self.kv_half is None else self.kv_half,
             self.normalizer,
             self.kv_scale,

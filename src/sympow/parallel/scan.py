@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sympow.ops.inputs import Inputs
 from sympow.ops.numerics import feature_decay, log_gate_root
-from sympow.ops.sequence import Sequence
 from sympow.parallel.collectives import start_gather
 from sympow.parallel.shards import Shard, Shards
 
@@ -50,14 +50,14 @@ class Carried:
     log_decay: Tensor | None
     power: int
 
-    def after(self, past: Carried) -> Carried:
-        """The combined state of `past` followed by this: D past + own."""
-        if self.log_decay is None or past.log_decay is None:
-            return Carried(past.kv + self.kv, past.normalizer + self.normalizer, None, self.power)
+    def after(self, before: Carried) -> Carried:
+        """The combined state of `before` followed by this: D before + own."""
+        if self.log_decay is None or before.log_decay is None:
+            return Carried(before.kv + self.kv, before.normalizer + self.normalizer, None, self.power)
         factor = feature_decay(self.log_decay, self.power, self.kv.dtype)
-        kv = torch.addcmul(self.kv, past.kv, factor.unsqueeze(-1))
-        normalizer = torch.addcmul(self.normalizer, past.normalizer, factor)
-        return Carried(kv, normalizer, past.log_decay + self.log_decay, self.power)
+        kv = torch.addcmul(self.kv, before.kv, factor.unsqueeze(-1))
+        normalizer = torch.addcmul(self.normalizer, before.normalizer, factor)
+        return Carried(kv, normalizer, before.log_decay + self.log_decay, self.power)
 
     def pack(self) -> Tensor:
         """One message, in the layout that `sympow.kernels.states.message_packing` defines."""
@@ -77,19 +77,19 @@ class Carried:
         return Carried(kv.view_as(self.kv), normalizer.view_as(self.normalizer), log_decay, self.power)
 
 
-def passing_decay(sequence: Sequence, shard: Shard, shards: Shards) -> Tensor | None:
+def passing_decay(inputs: Inputs, shard: Shard, shards: Shards) -> Tensor | None:
     """log D of a rank's tokens, (b, h_kv, 1 or d/2) float64: −inf if a document begins or ends among them.
 
     None if no rank has any decay: no gates, and one document.
     """
-    gates = sequence.log_gamma
+    gates = inputs.log_gamma
     if gates is None and shards.cu_seqlens is None:
         return None
     if gates is not None and shard.passes:
-        return log_gate_root(gates, sequence.power).sum(2)
-    shape = (sequence.batch, sequence.key_heads, 1 if gates is None or gates.ndim == 3 else gates.shape[-1])
+        return log_gate_root(gates, inputs.power).sum(2)
+    shape = (inputs.batch, inputs.key_heads, 1 if gates is None or gates.ndim == 3 else gates.shape[-1])
     value = 0.0 if shard.passes else -torch.inf
-    return torch.full(shape, value, dtype=torch.float64, device=sequence.k.device)
+    return torch.full(shape, value, dtype=torch.float64, device=inputs.k.device)
 
 
 class Scan(ABC):
@@ -148,9 +148,9 @@ class RoundsScan(Scan):
             work.wait()
         if self._received is None:
             return before
-        past = self.own.unpack(self._received)
-        self._window = self._window.after(past)
-        return past if before is None else before.after(past)
+        received = self.own.unpack(self._received)
+        self._window = self._window.after(received)
+        return received if before is None else before.after(received)
 
     def _begin(self, distance: int) -> None:
         to, source = self.place + distance, self.place - distance

@@ -87,22 +87,23 @@ def load_rows(pointer, sequence, rows, length, COLUMNS: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def lift_weights(scores, acc, weight, rounding, lift, SUMS_BY_ROW: gl.constexpr):
+def lift_weights(scores, acc, denominator, rounding, lift, SUMS_BY_ROW: gl.constexpr):
     """Scales the weights of a tile on the diagonal, and what has been summed before, so that float16 keeps the weights
     of rows whose queries are nearly orthogonal to all keys so far.
 
     Args:
         scores: weights of the tile, not scaled by 2^lift.
-        acc, weight, rounding: Σ_j B_ij v_j, Σ_j B_ij as rounded, and the sum of what rounding removed, times 2^lift.
+        acc, denominator, rounding: Σ_j B_ij v_j, Σ_j B_ij as rounded, and the sum of what rounding removed, times
+            2^lift.
 
     Returns:
         scores, times the new 2^lift; the sums, times the same; and the new lift.
     """
-    total = (weight + rounding) * power_of_two(-lift) + gl.sum(scores, axis=1)
+    total = (denominator + rounding) * power_of_two(-lift) + gl.sum(scores, axis=1)
     raised = exponent_to_limit(total, WEIGHT_LIMIT)
     change = power_of_two(raised - lift)
     acc *= gl.expand_dims(gl.convert_layout(change, SUMS_BY_ROW), 1)
-    return scores * gl.expand_dims(power_of_two(raised), 1), acc, weight * change, rounding * change, raised
+    return scores * gl.expand_dims(power_of_two(raised), 1), acc, denominator * change, rounding * change, raised
 
 
 @gluon.jit

@@ -75,7 +75,7 @@ def query_gradient_kernel(
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     E: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    HALF: gl.constexpr = dtype == gl.float16
+    FLOAT16: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT_DQ: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -92,8 +92,8 @@ def query_gradient_kernel(
     kv_head = head // GROUP
     kv_sequence = batch * (heads // GROUP) + kv_head
     first = tile * ROWS
-    before = first // COLUMNS
-    steps = before + ROWS // COLUMNS
+    steps_before = first // COLUMNS
+    steps = steps_before + ROWS // COLUMNS
 
     q_buffer = gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout)
     dy_buffer = gl.allocate_shared_memory(dtype, dy_desc.block_type.shape, dy_desc.layout)
@@ -116,7 +116,7 @@ def query_gradient_kernel(
     rows = first + gl.arange(0, ROWS, BY_ROW)
     minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + sequence.to(gl.int64) * padded + rows), 1)
     row_factor = minus_delta
-    if HALF:
+    if FLOAT16:
         # As in the portable kernel: see `float16_range`.
         bound_ptr += kv_sequence.to(gl.int64) * length
         q_length = gl.load(q_length_ptr + sequence.to(gl.int64) * padded + rows)
@@ -148,18 +148,18 @@ def query_gradient_kernel(
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dq = gl.zeros((ROWS, D), gl.float32, DQ)
 
-    if before > 0:
+    if steps_before > 0:
         mbarrier.wait(barriers.index(0), 0)
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
             log_decay = (reference_whole - gl.load(whole_ptr + COLUMNS - 1)).to(gl.float32)
             log_decay += reference_rest - gl.load(rest_ptr + COLUMNS - 1)
             grads *= gl.expand_dims(gl.load(to_end_ptr + offsets) * gl.exp2(log_decay), 0)
         mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
-        for step in range(1, before):
+        for step in range(1, steps_before):
             stage = step % STAGES
             last_stage = (step - 1) % STAGES
             scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -179,23 +179,25 @@ def query_gradient_kernel(
                 k_buffers, v_buffers, barriers, STAGES,
             )  # fmt: skip
             scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
-            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
             if GATED:
                 log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
                 grads *= gl.expand_dims(decay * gl.exp2(log_decay), 0)
             mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
             dq, grads = warpgroup_mma_wait(0, deps=(dq, grads))
-        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, (before - 1) % STAGES), dq)
+        dq = warpgroup_mma(
+            gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, (steps_before - 1) % STAGES), dq
+        )
 
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        if HALF:
+        if FLOAT16:
             row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
-    elif HALF:
+    elif FLOAT16:
         dq *= gl.expand_dims(gl.convert_layout(power_of_two(change), DQ_BY_ROW), 1)
-    for step in range(before, steps):
+    for step in range(steps_before, steps):
         stage = step % STAGES
         mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
         scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -203,7 +205,7 @@ def query_gradient_kernel(
         columns = step * COLUMNS + offsets
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
             column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
             column_rest = gl.load(rest_ptr + columns) - reference_rest
@@ -212,13 +214,13 @@ def query_gradient_kernel(
             )
             grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
         else:
-            if HALF:
+            if FLOAT16:
                 grads *= gl.expand_dims(power_of_two(change), 1)
             grads = gl.where(causal, grads, 0.0)
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
 
     dq *= POWER
-    if HALF:
+    if FLOAT16:
         unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
         unscale /= gl.max(row_factor, axis=1)
         dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
@@ -283,8 +285,8 @@ def key_gradient_kernel(
     after = first + ROWS
     last = gl.minimum(after, length) - 1
     tiles = gl.maximum(gl.cdiv(length - after, COLUMNS), 0)
-    before = GROUP * tiles
-    steps = before + GROUP
+    steps_before = GROUP * tiles
+    steps = steps_before + GROUP
 
     k_buffer = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
     v_buffer = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
@@ -320,7 +322,7 @@ def key_gradient_kernel(
     dk = gl.zeros((ROWS, D), gl.float32, DK)
     dv = gl.zeros((ROWS, E), gl.float32, DV)
 
-    if before > 0:
+    if steps_before > 0:
         mbarrier.wait(barriers.index(0), 0)
         scores = warpgroup_mma(k, matrix(q_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, matrix(dy_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -334,7 +336,7 @@ def key_gradient_kernel(
         weights = factor * scores
         grads = factor * dp
         mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
-        for step in range(1, before):
+        for step in range(1, steps_before):
             member, tile = divide_steps(step, tiles, GROUP)
             start = after + tile * COLUMNS
             stage = step % STAGES
@@ -368,7 +370,7 @@ def key_gradient_kernel(
             grads = factor * dp
             mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
             dv, dk, weights, grads = warpgroup_mma_wait(0, deps=(dv, dk, weights, grads))
-        stage = (before - 1) % STAGES
+        stage = (steps_before - 1) % STAGES
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, stage), dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, stage), dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
@@ -383,7 +385,7 @@ def key_gradient_kernel(
         column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
         column_rest = gl.load(rest_ptr + columns) - reference_rest
     for member in range(GROUP):
-        step = before + member
+        step = steps_before + member
         stage = step % STAGES
         # With fewer stages than heads, the copies of the later heads have not been started yet.
         if GROUP > 1:
@@ -427,10 +429,10 @@ def key_gradient_kernel(
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, *,
-    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    row_gradients: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; `rows_half` and `key_range` as in the portable kernel."""
+    of `prepare`; `row_gradients` and `key_range` as in the portable kernel."""
     assert gates is None or gates.tile == TILE
     split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
@@ -441,10 +443,10 @@ def query_gradient(
         query_gradient_kernel, grid,
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
-        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
-        rows_half and rows_half.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, FLAT=len(grid) == 1, num_warps=4,
-        enable_fp_fusion=True,
+        key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
+        row_gradients and row_gradients.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0,
+        heads, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, FLAT=len(grid) == 1,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
