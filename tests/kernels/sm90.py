@@ -48,7 +48,7 @@ from sympow.kernels.pair_gates.states import scan_pairs_kernel
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
-from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
+from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, scan_scales, update_kernel
 from sympow.kernels.states.quartic import scan_kernel as quartic_scan_kernel
 from sympow.kernels.states.quartic import update_kernel as quartic_update_kernel
 from sympow.kernels.states.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
@@ -251,6 +251,11 @@ def _tile(rows, columns):
     return [1, 1, rows, columns]
 
 
+# Where float16 kernels find the scales of states and of their gradients.
+OF_KEYS = float16_range.KeyRange(None, None).of_states
+OF_GRADIENTS = float16_range.RowGradients(*[None] * 7).of_states
+
+
 def attention_case(
     which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False,
     block_terms=False, high=None, dtype="bf16",
@@ -385,15 +390,17 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3, dtype="bf16")
     constants = {
         "GROUP": 1, "D": d, "E": e, "COLUMNS": columns, "ENTRIES": entries,
         "PRECISION": "tf32x3" if dtype == "fp32" else "tf32", "TOKENS": tokens, "STAGES": stages,
-        "FLOAT16": dtype == "fp16", "SCALES": 5, "TOKEN_SCALE": 4, "KV_SCALE": 2,
+        "FLOAT16": dtype == "fp16", "SCALES": OF_KEYS.columns, "TOKEN_SCALE": OF_KEYS.token_column,
+        "KV_SCALE": OF_KEYS.kv_column,
     }  # fmt: skip
     return update_kernel, blocks, constants, 4, stages, None, dtype
 
 
 def fold_case(dtype="bf16", reverse=False):
+    scales = OF_GRADIENTS if reverse else OF_KEYS
     constants = dict(
         GROUP=1, D=64, GATED=True, REVERSE=reverse, PRECISION="tf32x3" if dtype == "fp32" else "tf32", TOKENS=64,
-        FLOAT16=dtype == "fp16", SCALES=5, TOKEN_SCALE=4,
+        FLOAT16=dtype == "fp16", SCALES=scales.columns, TOKEN_SCALE=scales.token_column,
     )  # fmt: skip
     registers = None if dtype == "fp32" else FOLD_REGISTERS
     return fold_kernel, {"x_desc": _tile(64, 64)}, constants, 4, 3, registers, dtype
@@ -402,8 +409,7 @@ def fold_case(dtype="bf16", reverse=False):
 def scan_case(dtype="bf16"):
     constants = dict(
         GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, RETURN_END=True, MULTIPLIED=True, BLOCK=1024,
-        FLOAT16=dtype == "fp16", SCALES=6, KV_SCALE=3, NORMALIZER_SCALE=4, OTHER_SCALES=5, OTHER_KV_SCALE=2,
-        OTHER_NORMALIZER_SCALE=3,
+        **scan_scales(OF_GRADIENTS, OF_KEYS) | {"FLOAT16": dtype == "fp16"},
     )  # fmt: skip
     tuples = {**TUPLES, "outs": (f"*{dtype}",) * 3, "others": (f"*{dtype}",) * 3}
     return scan_kernel, {}, constants, 4, 3, None, dtype, True, tuples

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sympow.errors import ArgumentError
+from sympow.kernels.device_limits import QUARTIC_DIMS, QUARTIC_VALUE_DIMS
 from sympow.ops.compilation import is_known
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form, crossover_length
 from sympow.settings import Backend, Form
@@ -36,7 +37,7 @@ LARGEST_DIM = 128
 # The same for float32, except on Hopper.
 LARGEST_FLOAT32_DIM = 64
 # Limits of the chunked kernels: the largest key and value dims, by power.
-LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
+LARGEST_CHUNKED_DIMS = {2: (LARGEST_DIM, LARGEST_DIM), 4: (QUARTIC_DIMS[-1], QUARTIC_VALUE_DIMS[-1])}
 CHUNK_MULTIPLE = 128
 # The power of the kernels with a gate per rotated pair.
 VECTOR_GATE_POWER = 2
@@ -44,7 +45,6 @@ VECTOR_GATE_POWER = 2
 SHARD_DIMS = (32, 64)
 # Rows up to which the gates of a decoding step are computed by a kernel: it reads all weights for each row.
 MOST_GATE_ROWS = 64
-CROSS_ENTROPY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Tokens per chunk on the kernels, p = 2. Larger chunks spend more on scores, smaller ones on states in memory.
 CHUNK_SIZE = 1024
@@ -139,7 +139,7 @@ def choose_backend(backend: str, request: Request) -> Literal["torch", "triton"]
 def auto_uses_torch_reason(request: Request) -> str | None:
     """Why backend="auto" runs a call in plain PyTorch; None: it runs on Triton."""
     if request.device != "cuda":
-        return _needs_cuda(request.device)
+        return device_unsupported_reason(request.device, None)
     # Keys far from unit length could leave the range of float32 in the kernels.
     if request.power > 4 and request.power in KERNEL_POWERS:
         return "Powers above 4 run on the kernels only with backend='triton', since they can overflow float32 there."
@@ -148,11 +148,8 @@ def auto_uses_torch_reason(request: Request) -> str | None:
 
 def unsupported_reason(request: Request) -> str | None:
     """Why the kernels do not support a call of `sympow.attention` or of `Window`."""
-    interpreted = triton_interpreted()
     chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
-    if request.device != "cuda" and not interpreted:
-        return _needs_cuda(request.device)
-    if request.device == "cuda" and (reason := gpu_unsupported_reason(request.index)):
+    if reason := device_unsupported_reason(request.device, request.index, interpreted=True):
         return reason
     if request.dtype not in _kernel_dtypes():
         return f"The kernels support {_names(_kernel_dtypes())}, not {request.dtype}."
@@ -160,23 +157,34 @@ def unsupported_reason(request: Request) -> str | None:
         return f"The kernels support powers up to {KERNEL_POWERS[-1]}, not {request.power}."
     if max(request.key_dim, request.value_dim) > LARGEST_DIM:
         return _limit_of_dims(request.key_dim, request.value_dim)
-    wide = max(request.key_dim, request.value_dim) > LARGEST_FLOAT32_DIM
-    if request.dtype == torch.float32 and wide and request.device == "cuda" and not request.step:
-        reason = wide_float32_unsupported_reason(request.index)
-        if reason is not None:
-            return reason
-    if request.vector_gate:
-        reason = _vector_gate_unsupported_reason(request)
-        if reason is not None:
-            return reason
+    wide = request.dtype == torch.float32 and max(request.key_dim, request.value_dim) > LARGEST_FLOAT32_DIM
+    asks_gpu = wide and request.device == "cuda" and not request.step
+    if asks_gpu and (reason := wide_float32_unsupported_reason(request.index)):
+        return reason
+    if request.vector_gate and (reason := _vector_gate_unsupported_reason(request)):
+        return reason
     if request.form == "recurrent" and not request.step:
         return "The recurrent form has a kernel only for one token after a given state, without gradients."
     if chunked:
-        reason = chunked_unsupported_reason(request.power, request.key_dim, request.value_dim, request.dtype)
-        if reason is not None:
+        if reason := chunked_unsupported_reason(request.power, request.key_dim, request.value_dim, request.dtype):
             return reason
         if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
             return f"The chunked kernels support multiples of {CHUNK_MULTIPLE} as chunk_size, not {request.chunk_size}."
+    return None
+
+
+def device_unsupported_reason(device: str, index: int | None, *, interpreted: bool = False) -> str | None:
+    """Why no kernel runs on a device: it is no GPU, the GPU is too old, or Triton is not installed.
+
+    Args:
+        device, index: as in `Request`.
+        interpreted: whether Triton's interpreter, on a CPU, counts as a GPU.
+    """
+    if device == "cuda":
+        if reason := gpu_unsupported_reason(index):
+            return reason
+    elif not (interpreted and triton_interpreted()):
+        return f"The kernels need a CUDA device, and q is on {device}."
     return None if triton_available() else _NOT_INSTALLED
 
 
@@ -279,28 +287,24 @@ def softmax_step_backend(backend: str, inputs: Inputs) -> Literal["torch", "trit
 
 def softmax_step_unsupported_reason(inputs: Inputs) -> str | None:
     """Why the kernel of a softmax decoding step does not support its token."""
-    if not (inputs.q.is_cuda or triton_interpreted()):
-        return _needs_cuda(inputs.q.device.type)
-    if inputs.q.is_cuda and (reason := gpu_unsupported_reason(inputs.q.device.index)):
+    if reason := device_unsupported_reason(inputs.q.device.type, inputs.q.device.index, interpreted=True):
         return reason
     if inputs.q.dtype not in _kernel_dtypes():
         return f"The kernel supports {_names(_kernel_dtypes())}, not {inputs.q.dtype}."
     if max(inputs.key_dim, inputs.value_dim) > LARGEST_DIM:
         return _limit_of_dims(inputs.key_dim, inputs.value_dim)
-    return None if triton_available() else _NOT_INSTALLED
+    return None
 
 
 def rotation_unsupported_reason(q: Tensor) -> str | None:
     """Why the rotary kernel does not support queries (b, t, h, d) outside the fused forms."""
     if q.shape[1] == 0:
         return "The rotary kernel needs at least one token."
-    if triton_interpreted() or not q.is_cuda:
-        return _needs_cuda(q.device.type)
-    if reason := gpu_unsupported_reason(q.device.index):
+    if reason := device_unsupported_reason(q.device.type, q.device.index):
         return reason
     if q.dtype not in KERNEL_DTYPES:
         return f"The rotary kernel supports {_names(KERNEL_DTYPES)}, not {q.dtype}."
-    return None if triton_available() else _NOT_INSTALLED
+    return None
 
 
 def step_gates_unsupported_reason(x: Tensor, weights: Sequence[Tensor]) -> str | None:
@@ -309,9 +313,7 @@ def step_gates_unsupported_reason(x: Tensor, weights: Sequence[Tensor]) -> str |
     Args:
         weights: those that project x, one or two.
     """
-    if not x.is_cuda:
-        return _needs_cuda(x.device.type)
-    if reason := gpu_unsupported_reason(x.device.index):
+    if reason := device_unsupported_reason(x.device.type, x.device.index):
         return reason
     if not weights:
         return "There is nothing to project."
@@ -323,18 +325,16 @@ def step_gates_unsupported_reason(x: Tensor, weights: Sequence[Tensor]) -> str |
         return "The kernel supports plain weights of at most 32 bits, not subclasses of Tensor or torch.float64."
     if torch.is_grad_enabled():
         return "The kernel has no gradients."
-    return None if triton_available() else _NOT_INSTALLED
+    return None
 
 
 def cross_entropy_unsupported_reason(features: Tensor, dtype: torch.dtype) -> str | None:
     """Why the cross-entropy kernel does not support logits of a dtype, computed from features."""
-    if not features.is_cuda:
-        return _needs_cuda(features.device.type)
-    if reason := gpu_unsupported_reason(features.device.index):
+    if reason := device_unsupported_reason(features.device.type, features.device.index):
         return reason
-    if dtype not in CROSS_ENTROPY_DTYPES:
-        return f"The cross-entropy kernel supports {', '.join(map(str, CROSS_ENTROPY_DTYPES))}, not {dtype}."
-    return None if triton_available() else _NOT_INSTALLED
+    if dtype not in KERNEL_DTYPES:
+        return f"The cross-entropy kernel supports {_names(KERNEL_DTYPES)}, not {dtype}."
+    return None
 
 
 def kernel_chunk(inputs: Inputs, form: str, chunk_size: int | None, with_states: bool) -> int:
@@ -388,6 +388,12 @@ def padded_dim(inputs: Inputs) -> int:
     return max(SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
+def padded_quartic_dims(inputs: Inputs) -> tuple[int, int]:
+    """The sizes to which the state kernels of p = 4 pad keys and values with zeros: the next that they have."""
+    dim = next(size for size in QUARTIC_DIMS if size >= inputs.key_dim)
+    return dim, next(size for size in QUARTIC_VALUE_DIMS if size >= inputs.value_dim)
+
+
 def _chunked_pays(inputs: Inputs, with_states: bool) -> bool:
     dims = (inputs.key_dim, inputs.value_dim)
     if chunked_unsupported_reason(inputs.power, *dims, inputs.q.dtype) is not None:
@@ -431,10 +437,6 @@ def _kernel_dtypes() -> tuple[torch.dtype, ...]:
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return f"{', '.join(map(str, dtypes[:-1]))} and {dtypes[-1]}"
-
-
-def _needs_cuda(device: str) -> str:
-    return f"The kernels need a CUDA device, and q is on {device}."
 
 
 def _limit_of_dims(key_dim: int, value_dim: int) -> str:

@@ -18,6 +18,7 @@ from sympow.ops.dispatch import (
     kernel_chunk,
     late_queries_unsupported_reason,
     padded_dim,
+    padded_quartic_dims,
     quadratic_segment,
     require_supported,
 )
@@ -353,11 +354,8 @@ def _add_past(
 
 
 def _padded_for_states(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with zeros up to the next head dims that the state kernels of p = 4 support."""
-    from sympow.kernels.states.quartic_op import DIMS, VALUE_DIMS
-
-    dim = next(size for size in DIMS if size >= inputs.key_dim)
-    value_dim = next(size for size in VALUE_DIMS if size >= inputs.value_dim)
+    """Queries, keys and values as the state kernels of p = 4 take them."""
+    dim, value_dim = padded_quartic_dims(inputs)
     return _padded(inputs.q, dim), _padded(inputs.k, dim), _padded(inputs.v, value_dim)
 
 

@@ -113,18 +113,14 @@ class _Exchange:
         self, message: Tensor, shape: tuple[int, int, int, int], decays: bool, shards: Shards, reverse: bool
     ) -> None:
         batch, heads, dim, value_dim = shape
-        features = (batch, heads, symmetric_dim(dim, 2))
-        count = math.prod(features)
         self._message, self._shape, self._decays = message, shape, decays
         self._shards, self._reverse = shards, reverse
         self._rounds: RoundsScan | None = None
-        if chosen_exchange(count * (value_dim + 1) * message.itemsize, shards) == "gather":
+        own = Carried.unpack(message, (batch, heads, symmetric_dim(dim, 2), value_dim), 2)
+        if chosen_exchange(own, shards) == "gather":
             self._all, self._work = start_gather(message, shards.group)
-            return
-        kv, normalizer, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
-        log_decay = rest.view(torch.float64).view(batch, heads, 1) if decays else None
-        own = Carried(kv.view(*features, value_dim), normalizer.view(features), log_decay, 2)
-        self._rounds = RoundsScan(own, shards, reverse)
+        else:
+            self._rounds = RoundsScan(own, shards, reverse)
 
     def receive(self, wanted: bool) -> FullState | None:
         """The combined state of the ranks before this one, or in reverse the gradient of those after it, if wanted."""

@@ -16,6 +16,7 @@ the number of tokens.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -66,15 +67,16 @@ class Carried:
             fields.append(self.log_decay.contiguous().view(self.kv.dtype).reshape(-1))
         return torch.cat(fields)
 
-    def unpack(self, message: Tensor) -> Carried:
-        """From a message of another rank, in the same layout."""
-        sizes = [self.kv.numel(), self.normalizer.numel()]
-        kv, normalizer, rest = message.split([*sizes, len(message) - sum(sizes)])
-        log_decay = None
-        if self.log_decay is not None:
-            # A copy, since the float64 bits may be unaligned in the message.
-            log_decay = rest.clone().view(torch.float64).view_as(self.log_decay)
-        return Carried(kv.view_as(self.kv), normalizer.view_as(self.normalizer), log_decay, self.power)
+    @classmethod
+    def unpack(cls, message: Tensor, shape: tuple[int, ...], power: int) -> Carried:
+        """The inverse of `pack`; `shape`: that of kv."""
+        *heads, features, value_dim = shape
+        count = math.prod(heads) * features
+        kv, normalizer, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
+        # The float64 bits may be unaligned in the message.
+        bits = rest if rest.storage_offset() * rest.itemsize % 8 == 0 else rest.clone()
+        log_decay = bits.view(torch.float64).view(*heads, -1) if len(rest) else None
+        return cls(kv.view(shape), normalizer.view(shape[:-1]), log_decay, power)
 
 
 def passing_decay(inputs: Inputs, shard: Shard, shards: Shards) -> Tensor | None:
@@ -121,7 +123,7 @@ class GatherScan(Scan):
         self._work.wait()
         before = None
         for place in range(self.place):
-            next_one = self.own.unpack(self._all[self._rank(place)])
+            next_one = Carried.unpack(self._all[self._rank(place)], self.own.kv.shape, self.own.power)
             before = next_one if before is None else next_one.after(before)
         return before
 
@@ -148,7 +150,7 @@ class RoundsScan(Scan):
             work.wait()
         if self._received is None:
             return before
-        received = self.own.unpack(self._received)
+        received = Carried.unpack(self._received, self.own.kv.shape, self.own.power)
         self._window = self._window.after(received)
         return received if before is None else before.after(received)
 
@@ -176,14 +178,15 @@ def start_scan(own: Carried, shards: Shards, *, reverse: bool = False) -> Scan:
         shards: the ranks, and the algorithm.
         reverse: from the last rank to the first.
     """
-    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own.kv.nbytes + own.normalizer.nbytes, shards)]
+    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own, shards)]
     return kind(own, shards, reverse)
 
 
-def chosen_exchange(state_bytes: int, shards: Shards) -> str:
+def chosen_exchange(own: Carried, shards: Shards) -> str:
     """The algorithm that "auto" selects for states of this size."""
     if shards.exchange != "auto":
         return shards.exchange
+    state_bytes = own.kv.nbytes + own.normalizer.nbytes
     small = shards.size <= MOST_RANKS_GATHERED and shards.size * state_bytes <= MOST_BYTES_GATHERED
     return "gather" if small else "rounds"
 

@@ -402,12 +402,12 @@ def _scan(
         _head_strides(starts), _head_strides(ends), programs,
         GATED=chunks.gate_sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
         KEPT=outs[0] is not None, RETURN_END=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block,
-        **_scan_scales(chunks.scales, other_scales), num_warps=4, enable_fp_fusion=True,
+        **scan_scales(chunks.scales, other_scales), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return products
 
 
-def _scan_scales(own: StateScales | None, other: StateScales | None) -> dict[str, Any]:
+def scan_scales(own: StateScales | None, other: StateScales | None) -> dict[str, Any]:
     """The arguments of the scan that say where the scales are."""
     if own is None:
         return {}
