@@ -46,8 +46,10 @@ from sympow.kernels.hopper.common import (
     matrix,
     new_barriers,
     padded_width,
+    pairwise_decay,
     prefetch,
     sums_before_chunk,
+    sums_since,
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
@@ -90,6 +92,29 @@ def plus_delta(products, minus_delta, factor, FLOAT16: gl.constexpr):
 
 
 @gluon.jit
+def row_factors(
+    minus_delta, q_length, bound, own_bound, key_length, tile_decay, scales_ptr, POWER: gl.constexpr
+):  # fmt: skip
+    """In float16, what dy · v − δ is multiplied by, −δ times that, and the change of both on the diagonal, as log2; as
+    in the portable kernel (`float16_range`)."""
+    exponent, change = query_exponents(q_length, bound, own_bound, key_length, tile_decay, POWER)
+    change *= POWER - 1
+    row_scale = gl.expand_dims(power_of_two(exponent * (POWER - 1)) / key_length, 1)
+    row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
+    return row_factor, minus_delta * row_scale, change
+
+
+@gluon.jit
+def of_unscaled_queries(dq, q, first, sequence, length, row_term_ptr, scale_ptr, DQ: gl.constexpr):
+    """dq of the unscaled queries, from that of the scaled queries q in shared memory; stores q_i · dq_i."""
+    own = q.load(DQ).to(gl.float32)
+    rows = first + gl.arange(0, dq.shape[0], gl.SliceLayout(1, DQ))
+    offsets = sequence.to(gl.int64) * length + rows
+    gl.store(row_term_ptr + offsets, gl.sum(dq * own, axis=1), mask=rows < length)
+    return dq * gl.expand_dims(gl.load(scale_ptr + offsets, mask=rows < length, other=0.0), 1)
+
+
+@gluon.jit
 def _query_rows(
     descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty,
     MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
@@ -129,13 +154,9 @@ def _query_rows(
         if GATED:
             tile_decay = (reference_whole - gl.load(whole_ptr + rows)).to(gl.float32)
             tile_decay += reference_rest - gl.load(rest_ptr + rows)
-        before_scale, change = query_exponents(
-            q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, POWER
+        row_factor, minus_delta, change = row_factors(
+            minus_delta, q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, scales_ptr, POWER
         )
-        change *= POWER - 1
-        row_scale = gl.expand_dims(power_of_two(before_scale * (POWER - 1)) / key_length, 1)
-        row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
-        minus_delta *= row_scale
     mbarrier.wait(own_ready, 0)
     q = matrix(q_buffers, MEMBER)
     dy = matrix(dy_buffers, MEMBER)
@@ -200,12 +221,8 @@ def _query_rows(
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
-            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-            column_rest = gl.load(rest_ptr + columns) - reference_rest
-            log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-            )
-            grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+            grads *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
             if FLOAT16:
                 grads *= gl.expand_dims(power_of_two(change), 1)
@@ -218,11 +235,7 @@ def _query_rows(
         unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
         unscale /= gl.max(row_factor, axis=1)
         dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
-    own = q.load(DQ).to(gl.float32)
-    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
-    row_offsets = sequence.to(gl.int64) * length + rows
-    gl.store(row_term_ptr + row_offsets, gl.sum(dq * own, axis=1), mask=rows < length)
-    dq *= gl.expand_dims(gl.load(scale_ptr + row_offsets, mask=rows < length, other=0.0), 1)
+    dq = of_unscaled_queries(dq, q, first + MEMBER * ROWS, sequence, length, row_term_ptr, scale_ptr, DQ)
     q.store(dq.to(dtype))
     fence_async_shared()
     thread_barrier()
@@ -444,8 +457,7 @@ def _key_rows(
 
     rows = mine + gl.arange(0, ROWS, BY_ROW)
     if GATED:
-        row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        row_rest = gl.load(rest_ptr + rows) - reference_rest
+        row_whole, row_rest = sums_since(whole_ptr, rest_ptr, rows, reference_whole, reference_rest)
         if not FLOAT16:
             row_decay = gl.exp2(-(row_whole + row_rest))
             dk *= gl.expand_dims(gl.convert_layout(row_decay, DK_BY_ROW), 1)
@@ -463,12 +475,8 @@ def _key_rows(
         factor = odd_power(scores, POWER - 1)
         causal = gl.expand_dims(columns, 0) >= gl.expand_dims(rows, 1)
         if GATED:
-            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-            column_rest = gl.load(rest_ptr + columns) - reference_rest
-            log_decays = (gl.expand_dims(column_whole, 0) - gl.expand_dims(row_whole, 1)) + (
-                gl.expand_dims(column_rest, 0) - gl.expand_dims(row_rest, 1)
-            )
-            factor *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+            factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal, ROWS_LATER=False)
         else:
             factor = gl.where(causal, factor, 0.0)
         weights = gl.convert_layout((factor * scores).to(dtype), LEFT_DV)

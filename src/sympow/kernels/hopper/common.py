@@ -71,6 +71,26 @@ def free_stage(empty, stage):
 
 
 @gluon.jit
+def sums_since(whole_ptr, rest_ptr, positions, reference_whole, reference_rest):
+    """G at some positions less the reference, split: both parts float32."""
+    whole = (gl.load(whole_ptr + positions) - reference_whole).to(gl.float32)
+    return whole, gl.load(rest_ptr + positions) - reference_rest
+
+
+@gluon.jit
+def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal, ROWS_LATER: gl.constexpr = True):
+    """The decay between each row and each column of a tile on the diagonal, 0 where not `causal`, from their
+    `sums_since`. ROWS_LATER: rows are queries; otherwise keys."""
+    row_whole, row_rest = gl.expand_dims(row_whole, 1), gl.expand_dims(row_rest, 1)
+    column_whole, column_rest = gl.expand_dims(column_whole, 0), gl.expand_dims(column_rest, 0)
+    if ROWS_LATER:
+        log_decay = (row_whole - column_whole) + (row_rest - column_rest)
+    else:
+        log_decay = (column_whole - row_whole) + (column_rest - row_rest)
+    return gl.exp2(gl.where(causal, log_decay, float("-inf")))
+
+
+@gluon.jit
 def sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk):
     """G at the last token before a chunk, split; 0 before the first."""
     index = gl.maximum(boundary * chunk, 1) - 1

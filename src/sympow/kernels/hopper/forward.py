@@ -45,7 +45,9 @@ from sympow.kernels.hopper.common import (
     matrix,
     new_barriers,
     padded_width,
+    pairwise_decay,
     sums_before_chunk,
+    sums_since,
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
@@ -200,12 +202,8 @@ def _attend_rows(
     causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
     scores = even_power(warpgroup_mma_wait(0, deps=(scores,)), POWER)
     if GATED:
-        column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-        column_rest = gl.load(rest_ptr + columns) - reference_rest
-        log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-            gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-        )
-        scores *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+        column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+        scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
     else:
         if FLOAT16:
             scores *= gl.expand_dims(power_of_two(change), 1)

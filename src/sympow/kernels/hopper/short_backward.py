@@ -26,19 +26,20 @@ from sympow.kernels.common import divide_steps, odd_power, split_program_id
 from sympow.kernels.float16_range import (
     GRADIENT_SCALES,
     KEY_LENGTH,
-    VALUE_FACTOR,
     KeyRange,
     RowGradients,
     power_of_two,
-    query_exponents,
 )
-from sympow.kernels.hopper.backward import plus_delta
+from sympow.kernels.hopper.backward import of_unscaled_queries, plus_delta, row_factors
 from sympow.kernels.hopper.common import (
     async_load,
     async_store,
     head_major,
     matrix,
+    new_barriers,
+    pairwise_decay,
     prefetch,
+    sums_since,
     thread_barrier,
 )
 from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch, two_axis_grid
@@ -100,10 +101,8 @@ def query_gradient_kernel(
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(start_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
+    barriers = new_barriers(STAGES, 1)
     fence_async_shared()
     mbarrier.expect(start_barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
     async_load(q_desc, [batch, head, first, 0], start_barrier, q_buffer)
@@ -128,13 +127,9 @@ def query_gradient_kernel(
             gates = kv_sequence.to(gl.int64) * gates_padded
             tile_decay = (gl.load(whole_ptr + gates + first) - gl.load(whole_ptr + gates + rows)).to(gl.float32)
             tile_decay += gl.load(rest_ptr + gates + first) - gl.load(rest_ptr + gates + rows)
-        before_scale, change = query_exponents(
-            q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, POWER
+        row_factor, minus_delta, change = row_factors(
+            minus_delta, q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, scales_ptr, POWER
         )
-        change *= POWER - 1
-        row_scale = gl.expand_dims(power_of_two(before_scale * (POWER - 1)) / key_length, 1)
-        row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
-        minus_delta *= row_scale
     if GATED:
         whole_ptr += kv_sequence.to(gl.int64) * gates_padded
         rest_ptr += kv_sequence.to(gl.int64) * gates_padded
@@ -207,12 +202,8 @@ def query_gradient_kernel(
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
-            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-            column_rest = gl.load(rest_ptr + columns) - reference_rest
-            log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-            )
-            grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+            grads *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
             if FLOAT16:
                 grads *= gl.expand_dims(power_of_two(change), 1)
@@ -224,12 +215,8 @@ def query_gradient_kernel(
         unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
         unscale /= gl.max(row_factor, axis=1)
         dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
-    own = q_buffer.reshape([ROWS, D]).load(DQ).to(gl.float32)
-    rows = first + gl.arange(0, ROWS, DQ_BY_ROW)
-    row_ptr = sequence.to(gl.int64) * length + rows
-    gl.store(row_term_ptr + row_ptr, gl.sum(dq * own, axis=1), mask=rows < length)
-    dq *= gl.expand_dims(gl.load(scale_ptr + row_ptr, mask=rows < length, other=0.0), 1)
-    q_buffer.reshape([ROWS, D]).store(dq.to(dtype))
+    dq = of_unscaled_queries(dq, q, first, sequence, length, row_term_ptr, scale_ptr, DQ)
+    q.store(dq.to(dtype))
     fence_async_shared()
     async_store(dq_desc, [batch, head, first, 0], q_buffer)
     tma.store_wait(0)
@@ -293,10 +280,8 @@ def key_gradient_kernel(
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dy_buffers = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
     start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(start_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
+    barriers = new_barriers(STAGES, 1)
     fence_async_shared()
     mbarrier.expect(start_barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     async_load(k_desc, [batch, kv_head, first, 0], start_barrier, k_buffer)
@@ -376,14 +361,12 @@ def key_gradient_kernel(
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
 
     if GATED:
-        row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        row_rest = gl.load(rest_ptr + rows) - reference_rest
+        row_whole, row_rest = sums_since(whole_ptr, rest_ptr, rows, reference_whole, reference_rest)
         row_decay = gl.exp2(-(row_whole + row_rest))
         dk *= gl.expand_dims(gl.convert_layout(row_decay, gl.SliceLayout(1, DK)), 1)
         dv *= gl.expand_dims(gl.convert_layout(row_decay, gl.SliceLayout(1, DV)), 1)
         columns = first + offsets
-        column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-        column_rest = gl.load(rest_ptr + columns) - reference_rest
+        column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
     for member in range(GROUP):
         step = steps_before + member
         stage = step % STAGES
@@ -402,10 +385,7 @@ def key_gradient_kernel(
         factor = odd_power(scores, POWER - 1)
         causal = gl.expand_dims(first + offsets, 0) >= gl.expand_dims(rows, 1)
         if GATED:
-            log_decays = (gl.expand_dims(column_whole, 0) - gl.expand_dims(row_whole, 1)) + (
-                gl.expand_dims(column_rest, 0) - gl.expand_dims(row_rest, 1)
-            )
-            factor *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal, ROWS_LATER=False)
         else:
             factor = gl.where(causal, factor, 0.0)
         weights = gl.convert_layout((factor * scores).to(dtype), LEFT_DV)

@@ -47,6 +47,8 @@ from sympow.kernels.hopper.common import (
     head_major,
     lift_weights,
     matrix,
+    new_barriers,
+    pairwise_decay,
     prefetch,
     thread_barrier,
 )
@@ -103,15 +105,6 @@ def scaled_float16_queries(q_buffer, bound, LEFT: gl.constexpr, POWER: gl.conste
     length = log_length(scaled, IN_RANGE=True)
     exponent = row_exponent(length, bound, WEIGHT_LIMIT, POWER)
     return (scaled * gl.expand_dims(power_of_two(exponent), 1)).to(q.dtype), length
-
-
-@gluon.jit
-def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal):
-    """exp(G_i − G_j) where `causal`, else 0, from the parts of both sums."""
-    log_decay = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-        gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-    )
-    return gl.exp2(gl.where(causal, log_decay, float("-inf")))
 
 
 @gluon.jit
@@ -183,10 +176,8 @@ def forward_kernel(
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     q_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
+    barriers = new_barriers(STAGES, 1)
     fence_async_shared()
 
     # Steps: the tiles before `first` (an empty one if there is none), then the two of the diagonal.
