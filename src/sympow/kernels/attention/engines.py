@@ -114,9 +114,8 @@ class Engine(NamedTuple):
         attend: queries against the keys of their chunk and the state before it. Takes the call, q, k, v, gates, states
             and the range of keys; returns y (b, t, h, e), the rows' denominators, and φ(q) Z,
             which is None without states, (b, h, t) float32.
-        prepare: what the gradients read, from the call, q, k, v, y, dy,
-        the rows' denominators and their gradient (or None),
-            the range of keys (or None) and the largest entries of the gradients of a final state (or None).
+        prepare: what the gradients read, from the call, q, k, v, y, dy, the rows' denominators and their gradient (or
+            None), the range of keys (or None) and the largest entries of the gradients of a final state (or None).
         query_gradient: takes the call, rows, gates, states and φ(q) Z; returns dq and q_i · dq_i (b, h, t).
         key_gradient: takes the call, rows, gates, the sums over later queries as states, and blocks; returns dk, dv and
             k_j · dk_j (b, h_kv, t).
