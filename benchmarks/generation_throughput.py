@@ -38,7 +38,7 @@ from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.model.config import VARIANTS
 from sympow.ops.torch.softmax import KeyValueState
-from sympow.ops.window import CAPACITY
+from sympow.ops.window_batch import CAPACITY
 
 GREEDY = Sampling(temperature=0)
 TIMED = ("conformal", "softmax")

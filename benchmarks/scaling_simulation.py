@@ -4,7 +4,7 @@
 
 Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json; the work of a
 rank is counted, and also taken from h200_context_parallel.json if that exists. Messages have the sizes of
-`sympow.parallel.traffic`, which tests compare with counted bytes. docs/benchmarks.md lists the assumptions.
+`traffic.py`, which tests compare with counted bytes. docs/benchmarks.md lists the assumptions.
 A figure is written beside the JSON file.
 """
 
@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from traffic import LayerShape, key_value_bytes, message_bytes
+
 from sympow.check.timing import save_results
 from sympow.extras import require
 from sympow.model.accounting import other_operations
 from sympow.model.config import GPTConfig
 from sympow.parallel.scan import MOST_BYTES_GATHERED, MOST_RANKS_GATHERED, rounds_of
-from sympow.parallel.traffic import LayerShape, key_value_bytes, message_bytes
 from sympow.settings import symmetric_dim
 
 RESULTS = Path(__file__).parent / "results"

@@ -38,7 +38,7 @@ from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.hf import StateLayer, SwappedGPT, swap_attention, swapped_layers
 from sympow.model.losses import linear_cross_entropy
-from sympow.ops.window import CAPACITY
+from sympow.ops.window_batch import CAPACITY
 
 LLAMA3 = {
     "rope_type": "llama3",

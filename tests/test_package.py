@@ -52,6 +52,11 @@ def part_of(path: Path) -> str:
 
 
 SOURCES = sorted(SOURCE.rglob("*.py"))
+KERNEL_OPERATORS = {
+    ".".join(("sympow", *path.relative_to(SOURCE).with_suffix("").parts))
+    for path in SOURCES
+    if "op" in path.stem.split("_")
+}
 
 
 def reads_in_locale_encoding(path: Path) -> list[int]:
@@ -80,6 +85,13 @@ def test_imports_point_one_way(path):
     assert part in RANK, f"{part} has no place in the order of imports"
     for imported in imported_parts(path) - {part}:
         assert RANK[imported] < RANK[part], f"{part} must not import {imported}"
+
+
+def test_operators_are_above_all_kernels():
+    """What makes operators of kernels (`op.py`) is imported by the packages above alone."""
+    for path in (SOURCE / "kernels").rglob("*.py"):
+        imported = source_map.imports(ast.parse(path.read_text("utf-8")), KERNEL_OPERATORS)
+        assert not set(imported), f"{path} must not import {imported}"
 
 
 def test_there_is_no_floor_too_many():

@@ -48,7 +48,7 @@ from sympow.kernels.pair_gates.states import scan_pairs_kernel
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
-from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
+from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, scan_scales, update_kernel
 from sympow.kernels.states.quartic import scan_kernel as quartic_scan_kernel
 from sympow.kernels.states.quartic import update_kernel as quartic_update_kernel
 from sympow.kernels.states.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
@@ -60,7 +60,7 @@ triton.knobs.nvidia.dump_ptxas_log = True
 POINTERS = {
     **dict.fromkeys(
         [
-            "weight_ptr",
+            "denominator_ptr",
             "to_end_ptr",
             "from_start_ptr",
             "scale_ptr",
@@ -73,7 +73,7 @@ POINTERS = {
             "normalizer_ptr",
             "normalizer_out_ptr",
             "log_gamma_ptr",
-            "past_ptr",
+            "state_share_ptr",
             "rest_ptr",
             "block_terms_ptr",
             "beta_ptr",
@@ -81,6 +81,8 @@ POINTERS = {
             "vectors_ptr",
             "partial_ptr",
             "totals_ptr",
+            "feature_weights_ptr",
+            "weight_ptr",
             "product_ptr",
             "message_ptr",
             "messages_ptr",
@@ -93,10 +95,10 @@ POINTERS = {
             "q_length_ptr",
             "parts_ptr",
             "initial_ptr",
-            "final_ptr",
+            "d_final_ptr",
             "delta_ptr",
             "folded_delta_ptr",
-            "d_weight_ptr",
+            "d_denominator_ptr",
             "scales_ptr",
             "key_scales_ptr",
             "state_scale_ptr",
@@ -107,12 +109,15 @@ POINTERS = {
     ),
     **dict.fromkeys(
         [
-            "sums_ptr",
+            "gate_sums_ptr",
+            "suffix_sums_ptr",
+            "beta_sums_ptr",
+            "held_decay_ptr",
             "theta_ptr",
             "phase_ptr",
             "phase_out_ptr",
             "start_ptr",
-            "d_sums_ptr",
+            "d_beta_sums_ptr",
             "d_theta_ptr",
             "d_start_ptr",
             "relative_ptr",
@@ -246,6 +251,11 @@ def _tile(rows, columns):
     return [1, 1, rows, columns]
 
 
+# Where float16 kernels find the scales of states and of their gradients.
+OF_KEYS = float16_range.KeyRange(None, None).of_states
+OF_GRADIENTS = float16_range.RowGradients(*[None] * 7).of_states
+
+
 def attention_case(
     which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False,
     block_terms=False, high=None, dtype="bf16",
@@ -263,7 +273,7 @@ def attention_case(
         blocks |= dict.fromkeys(("q_half_desc", "low_desc", "high_desc", "normalizer_desc"))
     constants = dict(
         GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32x3" if dtype == "fp32" else "tf32", ROWS=rows,
-        COLUMNS=columns, STAGES=stages, HALF=dtype == "fp16",
+        COLUMNS=columns, STAGES=stages, FLOAT16=dtype == "fp16",
     )  # fmt: skip
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
     optional = {"WITH_STATE": state, "HIGH": high or d // 2, "HIGH_COLUMN": 0, "DOCUMENTS": documents}
@@ -285,7 +295,7 @@ def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_t
         blocks |= dict.fromkeys(("k_desc", "decayed_desc", "v_desc"), _tile(128, d))
     constants = {"GROUP": group, "POWER": power, "GATED": gated, "WITH_STATE": state, "STAGES": stages}
     absent = () if gated else ("whole_ptr", "rest_ptr")
-    absent += () if state else ("past_ptr", "state_ptr", "dk_state_ptr", "dv_state_ptr")
+    absent += () if state else ("state_share_ptr", "state_ptr", "dk_state_ptr", "dv_state_ptr")
     if which == "key":
         constants["BLOCK_TERMS"] = block_terms
         absent += () if block_terms else ("block_terms_ptr",)
@@ -326,7 +336,7 @@ def state_case(which, group=4, columns=128, high=64):
     blocks |= dict.fromkeys(("low_desc", "high_desc", "normalizer_desc"), _tile(64, 128))
     constants["FACTORS"] = group > 1
     if group == 1:
-        constants |= {"factor_ptr": None, "past_ptr": None}
+        constants |= {"factor_ptr": None, "state_share_ptr": None}
     return state_products.gradient_states_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
 
 
@@ -380,15 +390,17 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3, dtype="bf16")
     constants = {
         "GROUP": 1, "D": d, "E": e, "COLUMNS": columns, "ENTRIES": entries,
         "PRECISION": "tf32x3" if dtype == "fp32" else "tf32", "TOKENS": tokens, "STAGES": stages,
-        "HALF": dtype == "fp16", "SCALES": 5, "TOKEN_SCALE": 4, "KV_SCALE": 2,
+        "FLOAT16": dtype == "fp16", "SCALES": OF_KEYS.columns, "TOKEN_SCALE": OF_KEYS.token_column,
+        "KV_SCALE": OF_KEYS.kv_column,
     }  # fmt: skip
     return update_kernel, blocks, constants, 4, stages, None, dtype
 
 
 def fold_case(dtype="bf16", reverse=False):
+    scales = OF_GRADIENTS if reverse else OF_KEYS
     constants = dict(
         GROUP=1, D=64, GATED=True, REVERSE=reverse, PRECISION="tf32x3" if dtype == "fp32" else "tf32", TOKENS=64,
-        HALF=dtype == "fp16", SCALES=5, TOKEN_SCALE=4,
+        FLOAT16=dtype == "fp16", SCALES=scales.columns, TOKEN_SCALE=scales.token_column,
     )  # fmt: skip
     registers = None if dtype == "fp32" else FOLD_REGISTERS
     return fold_kernel, {"x_desc": _tile(64, 64)}, constants, 4, 3, registers, dtype
@@ -396,9 +408,8 @@ def fold_case(dtype="bf16", reverse=False):
 
 def scan_case(dtype="bf16"):
     constants = dict(
-        GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, ENDED=True, MULTIPLIED=True, BLOCK=1024,
-        HALF=dtype == "fp16", SCALES=6, KV_SCALE=3, NORMALIZER_SCALE=4, OTHER_SCALES=5, OTHER_KV_SCALE=2,
-        OTHER_NORMALIZER_SCALE=3,
+        GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, RETURN_END=True, MULTIPLIED=True, BLOCK=1024,
+        **scan_scales(OF_GRADIENTS, OF_KEYS) | {"FLOAT16": dtype == "fp16"},
     )  # fmt: skip
     tuples = {**TUPLES, "outs": (f"*{dtype}",) * 3, "others": (f"*{dtype}",) * 3}
     return scan_kernel, {}, constants, 4, 3, None, dtype, True, tuples
@@ -531,7 +542,7 @@ def pair_case(which, rows, warps, stages, registers=None, d=64, crossing=False, 
         ROWS=rows, COLUMNS=64, BLOCK=16, STAGES=stages, document_start_ptr=None, document_end_ptr=None,
     )  # fmt: skip
     constants |= {} if crossing else {"crossing_ptr": None}
-    constants |= {} if state else dict.fromkeys(("since_ptr", "until_ptr", "past_ptr"))
+    constants |= {} if state else dict.fromkeys(("since_ptr", "until_ptr", "state_share_ptr"))
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return kernel, blocks, constants, warps, stages, registers
 
@@ -647,11 +658,11 @@ CASES = {
     "float16 scan": scan_case("fp16"),
     "range, measure": range_case(float16_range.measure_kernel),
     "range, bound": range_case(float16_range.bound_kernel, INITIAL=True),
-    "range, prepare": range_case(float16_range.prepare_kernel, WEIGHTED=True),
-    "range, gradient scales": range_case(float16_range.gradient_scales_kernel, FINAL=True),
+    "range, prepare": range_case(float16_range.prepare_kernel, D_DENOMINATOR=True),
+    "range, gradient scales": range_case(float16_range.gradient_scales_kernel, D_FINAL=True),
     "range, fold factors": range_case(folded_rows.fold_factors_kernel),
     "range, measure float32": range_case(float16_range.measure_kernel, "fp32"),
-    "range, prepare float32": range_case(float16_range.prepare_kernel, "fp32", WEIGHTED=False),
+    "range, prepare float32": range_case(float16_range.prepare_kernel, "fp32", D_DENOMINATOR=False),
     "range, split keys": range_case(split_float32.split_keys_kernel, "fp32"),
     "range, split queries": range_case(split_float32.split_queries_kernel, "fp32"),
     "pieces forward p=2": split_case("forward"),

@@ -135,14 +135,14 @@ def attend_to_long_sequence(of: Heads) -> None:
 def attend_to_shard(of: Heads) -> None:
     tokens = of.tokens(320)
     q, k, v = (tokens[name].detach() for name in "qkv")
-    plan = shard.Plan(128, initial=True, final=True)
+    plan = shard.Plan(128, initial=True, return_state=True)
     gates = shard.gate_sums(tokens["log_gamma"].detach())
     folded = shard.fold(k, v, gates, plan)
     assert folded.end is not None
     state = unpack(pack(folded.end, 0.0).unsqueeze(0), (2, 2, of.dim, of.dim), decays=True)
     out = shard.Outputs.new(q, v, plan)
     shard.attend(q, k, v, gates, folded.chunks, state, out)
-    shard.fold_gradient(shard.prepare_gradient(v, q, out), k, gates, out.past, plan)
+    shard.fold_gradient(shard.prepare_gradient(v, q, out), k, gates, out.state_share, plan)
 
 
 def decode(of: Heads) -> None:

@@ -21,12 +21,13 @@ from support import (
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sympow.kernels import running_sums
 from sympow.kernels.attention import op, split_float32, tiles
 from sympow.kernels.float16_range import (
     FOLDED_VALUE_FACTOR,
     GRADIENT_FACTOR,
     KEY_UNIT,
-    key_range,
+    measure_keys,
     prepare,
 )
 from sympow.kernels.hopper.folded_rows import fold_factors
@@ -152,7 +153,7 @@ def test_states_at_both_ends(form, power, options):
 
 def test_gates_far_from_the_end(monkeypatch):
     """The drift of their gradient is corrected between blocks of queries."""
-    monkeypatch.setattr(op, "DRIFT_SPACING", 64)
+    monkeypatch.setattr(running_sums, "DRIFT_SPACING", 64)
     compare(make(7, length=300, heads=2, key_heads=1), 2, "attention")
 
 
@@ -163,7 +164,7 @@ def test_bounds_of_keys(gate, power):
     inputs = make(8, length=1100, gate=gate)
     k = inputs.k * torch.exp2(torch.randn(1, 1100, 1, 1, generator=torch.Generator().manual_seed(0)) * 3).half()
     gates = None if inputs.log_gamma is None else gate_sums(inputs.log_gamma.float())
-    found = key_range(k, inputs.v, power, gates).bound
+    found = measure_keys(k, inputs.v, power, gates).bound
     lengths = k.double().norm(dim=-1).log2().transpose(1, 2)
     sums = torch.zeros_like(lengths) if gates is None else gates.sums / torch.log(torch.tensor(2.0)).double() / power
     torch.testing.assert_close(found.double(), (lengths - sums).cummax(-1).values + sums, rtol=0, atol=1e-4)
@@ -178,7 +179,7 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
         q, k, v, log_gamma, None, None, None, None, power, 0, q.shape[-1], False, True, False
     )
     gates = None if log_gamma is None else gate_sums(log_gamma)
-    ranges = key_range(k, v, power, gates)
+    ranges = measure_keys(k, v, power, gates)
     rows = prepare(q, y, dy, weight, None, ranges, power)
     folded = fold_factors(rows, None if gates is None else gates.split, power, 1, 128)
     unit, value_factor, factor = (
@@ -335,7 +336,7 @@ def test_a_row_whose_weights_are_lost_has_no_gradients():
 @pytest.mark.parametrize("rows", [64, 128])
 def test_tiles_of_float32_in_pieces(monkeypatch, rows):
     """Tiles of any shape give the same numbers, with the gates' drift corrected between blocks of queries."""
-    monkeypatch.setattr(op, "DRIFT_SPACING", 128)
+    monkeypatch.setattr(running_sums, "DRIFT_SPACING", 128)
     monkeypatch.setitem(tiles._PIECES, "rows", rows)
     inputs = random_inputs(10, length=300, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)
     exact = inputs.map(torch.Tensor.double).requires_grad()

@@ -308,9 +308,9 @@ def test_packed_documents_in_one_call(power, form, options, gate, rotation):
 @pytest.mark.parametrize("packed", [False, True])
 def test_gates_far_from_the_end(monkeypatch, group, packed):
     """Drift correction of the gate gradient after every block of queries, with short blocks."""
-    from sympow.kernels.attention import op as attention_op
+    from sympow.kernels import running_sums
 
-    monkeypatch.setattr(attention_op, "DRIFT_SPACING", 128)
+    monkeypatch.setattr(running_sums, "DRIFT_SPACING", 128)
     inputs = random_inputs(12, length=460, heads=group, key_heads=1, dim=8, value_dim=8, rotation="none",
                            dtype=torch.float32)  # fmt: skip
     offsets = torch.tensor([0, 100, 110, 400, 460]) if packed else None

@@ -36,8 +36,9 @@ from sympow.kernels.pair_gates.op import fused_pair_attention
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
+from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.message_packing import pack, unpack
-from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums
+from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
 from sympow.ops.torch.softmax import softmax_attention
@@ -110,9 +111,9 @@ def attend_on_hopper_to_short_sequences(batch, heads, chunks):
 def attend_on_hopper_in_float16(batch, heads, chunks):
     q, k = (torch.ones(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.float16) for n in (2, 1))
     gates = gate_sums(torch.zeros(batch, q.shape[1], heads))
-    ranges = float16_range.key_range(k, k, 2, gates)
+    ranges = float16_range.measure_keys(k, k, 2, gates)
     rows = float16_range.prepare(q, q, q, torch.ones(batch, 2 * heads, q.shape[1]), None, ranges, 2)
-    hopper_backward.key_gradient(rows.q, k, k, rows.dy, rows.minus_delta, 2, gates, rows_half=rows)
+    hopper_backward.key_gradient(rows.q, k, k, rows.dy, rows.minus_delta, 2, gates, row_gradients=rows)
 
 
 def attend_on_hopper(batch, heads, chunks):
@@ -147,13 +148,13 @@ def attend_with_pair_gates(batch, heads, chunks):
 def attend_to_shard(batch, heads, chunks):
     x = random_inputs(0, batch=batch, heads=heads, length=128 * chunks + 1, dim=32, value_dim=32, rotation="none",
                       dtype=torch.float32)  # fmt: skip
-    plan = shard.Plan(128, initial=True, final=True)
+    plan = shard.Plan(128, initial=True, return_state=True)
     gates = shard.gate_sums(x.log_gamma)
     state = unpack(pack(shard.fold(x.k, x.v, gates, plan).end).unsqueeze(0), (batch, heads, 32, 32))
     out = shard.Outputs.new(x.q, x.v, plan)
     shard.attend(x.q, x.k, x.v, gates, shard.fold(x.k, x.v, gates, plan).chunks, state, out)
     rows = shard.prepare_gradient(x.v, x.q, out)
-    shard.fold_gradient(rows, x.k, gates, out.past, plan)
+    shard.fold_gradient(rows, x.k, gates, out.state_share, plan)
 
 
 def decode(batch, heads, chunks):

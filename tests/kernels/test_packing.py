@@ -10,8 +10,8 @@ from sympow.settings import symmetric_dim
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.message_packing import pack, pack_nothing, unpack
-from sympow.kernels.states.quadratic import FullState
 from sympow.kernels.states.reference import pack_reference, unpack_reference
 from sympow.parallel.scan import Carried
 
@@ -55,10 +55,10 @@ def test_messages_say_what_passes():
     template = carried(shape, torch.zeros(2, 3, 1, dtype=torch.float64))
     expected = {0.0: torch.zeros(2, 3), -math.inf: torch.full((2, 3), -math.inf), sums: sums[:, :, -1] / 2}
     for decay, log_decay in expected.items():
-        got = template.unpack(pack(full, decay))
+        got = Carried.unpack(pack(full, decay), template.kv.shape, 2)
         assert torch.equal(got.log_decay, log_decay.double().unsqueeze(-1))
         assert torch.equal(got.pack()[: -2 * 2 * 3], pack(full))
-    nothing = template.unpack(pack_nothing(full.kv, shape, decays=True))
+    nothing = Carried.unpack(pack_nothing(full.kv, shape, decays=True), template.kv.shape, 2)
     assert not nothing.kv.any()
     assert not nothing.normalizer.any()
     assert (nothing.log_decay == -math.inf).all()

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from triton.runtime.interpreter import GridExecutor
 
+from sympow.kernels import running_sums
 from sympow.kernels.attention.op import query_scales
 from sympow.kernels.common import close_gates, locate
 from sympow.kernels.pair_gates import op as pair_op
@@ -140,7 +141,7 @@ def test_states_at_both_ends():
 
 @interpreted
 def test_the_exact_sums_that_correct_the_drift_of_the_gates_gradient(monkeypatch):
-    monkeypatch.setattr(pair_op, "DRIFT_SPACING", 128)
+    monkeypatch.setattr(running_sums, "DRIFT_SPACING", 128)
     found = []
 
     def spy(terms, spacing):

@@ -24,8 +24,9 @@ from sympow.kernels.decode.window_step import window_workspace
 from sympow.kernels.reference import cross_entropy_reference, rotation_reference, running_sum_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
+from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.message_packing import pack, unpack
-from sympow.kernels.states.quadratic import FullState, chunk_sums, scan_sums
+from sympow.kernels.states.quadratic import chunk_sums, scan_sums
 from sympow.kernels.states.reference import chunk_states_reference, pack_reference, unpack_reference
 from sympow.ops.symmetric import feature_indices, multinomial_weights
 

@@ -25,7 +25,10 @@ class TwoShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_gamma, border, chunk):
-        ctx.plans = shard.Plan(chunk, initial=False, final=True), shard.Plan(chunk, initial=True, final=False)
+        ctx.plans = (
+            shard.Plan(chunk, initial=False, return_state=True),
+            shard.Plan(chunk, initial=True, return_state=False),
+        )
         ctx.parts = [
             [None if x is None else x[:, part] for x in (q, k, v, log_gamma)]
             for part in (slice(0, border), slice(border, None))
@@ -50,12 +53,12 @@ class TwoShards(torch.autograd.Function):
             halves, ctx.parts, ctx.gates, ctx.outputs, ctx.plans, strict=True
         ):
             rows.append(shard.prepare_gradient(half, q, out))
-            folded.append(shard.fold_gradient(rows[-1], k, gates, out.past, plan))
+            folded.append(shard.fold_gradient(rows[-1], k, gates, out.state_share, plan))
         found = []
         for n, state in enumerate((to_other(folded[1].end), None)):
             q, k, v, log_gamma = ctx.parts[n]
             known, gradients = (rows[n], k, v, ctx.gates[n], ctx.states[n]), shard.Gradients.new(q, k, v)
-            shard.query_gradient(*known, ctx.outputs[n].past, gradients)
+            shard.query_gradient(*known, ctx.outputs[n].state_share, gradients)
             crossing = shard.key_gradient(*known, folded[n].chunks, state, gradients)
             gate = None if log_gamma is None else shard.gates_gradient(k, gradients, crossing, ctx.plans[n])
             found.append((*gradients[:3], gate))

@@ -10,7 +10,6 @@ from support import FORMS, Inputs, assert_close, float32_tolerance, gradients, r
 from sympow.convert.config import SwapConfig
 from sympow.errors import ArgumentError
 from sympow.ops.window import Window
-from sympow.parallel.traffic import LayerShape
 
 LENGTH = 37  # odd, and not a multiple of the chunk size
 
@@ -205,8 +204,6 @@ def test_powers_above_8_are_refused_everywhere(power):
         sympow.GPTConfig(power=power)
     with pytest.raises(ArgumentError, match=message):
         SwapConfig(power=power)
-    with pytest.raises(ArgumentError, match=message):
-        LayerShape(power=power)
     with pytest.raises(ArgumentError, match=message):
         Window.empty(1, 1, 2, 2, power, rotated=False)
     with pytest.raises(ArgumentError, match=message):

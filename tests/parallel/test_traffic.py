@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from benchmarks.traffic import LayerShape, gathered_key_value_bytes, ring_attention_bytes, state_bytes
 from parallel import cases
-
-from sympow.parallel.traffic import LayerShape, gathered_key_value_bytes, ring_attention_bytes, state_bytes
 
 # The shape of the inputs of the counted calls.
 KINDS = {"scalar": 1, "vector": 2, "none": 0}

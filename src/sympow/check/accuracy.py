@@ -325,8 +325,8 @@ def gates_of_one_token(machine: Machine) -> Comparison:
 
 def state_messages(machine: Machine) -> Comparison:
     """Message packing of states for context parallelism: from the kernels' layout to a message and back."""
+    from sympow.kernels.states.full_state import FullState
     from sympow.kernels.states.message_packing import pack, unpack
-    from sympow.kernels.states.quadratic import FullState
 
     batch, heads, dim, value_dim = shape = (2, 3, 32, 32)
     numbers = batch * heads * symmetric_dim(dim, 2) * (value_dim + 1)

@@ -24,7 +24,8 @@ from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
-from sympow.ops.window import CAPACITY, Window
+from sympow.ops.window import Window
+from sympow.ops.window_batch import CAPACITY
 
 # "auto": keys and values until they would take more bytes than a state, then a state; "state": a state from the first
 # token on; "keys": keys and values only.

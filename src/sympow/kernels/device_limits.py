@@ -25,6 +25,9 @@ KIB = 1024
 # Sizes of heads that the Hopper kernels are compiled for. Larger heads than the first are padded to the second with
 # zeros; smaller ones run on the portable kernels.
 HOPPER_WIDTHS = (64, 128)
+# Sizes of keys and of values that the kernels of states with p = 4 are compiled for.
+QUARTIC_DIMS = (16, 32)
+QUARTIC_VALUE_DIMS = (16, 32, 64, 128)
 # The matrix instructions of a GPU: NVIDIA's by major compute capability, where they are not mma.sync; and AMD's.
 NVIDIA_INSTRUCTIONS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
 AMD_INSTRUCTIONS = "mfma"

@@ -16,8 +16,8 @@ by powers of two that depend on the weights themselves (`exponent_to_limit`); `i
   the tile, and the bound is M_r; on the diagonal it is M_i (`row_exponent`).
 - States S and Z (p = 2): |S_ia| ≤ Σ_j max|k_j|² max|v_j|, one scale per head. The left operands k_i v of the sums are
   scaled by the largest entries of keys and values.
-- Gradients. The weights of rows, w_i = Σ_j B_ij, are known here. Queries are scaled so that w_i^(1/p) is about K, the
-  norm of the longest key; then entries of a query are not small only because there are many keys, or long ones. Output
+- Gradients. The denominators w_i = Σ_j B_ij are known here. Queries are scaled so that w_i^(1/p) is about K, the norm
+  of the longest key; then entries of a query are not small only because there are many keys, or long ones. Output
   gradients dy''_i = 2^-e_i dy_i have largest entries between 2^(3−p) and 16, with e_i such that 2^e_i / w_i is a power
   of 2^p. A sum over queries must multiply each term by this factor 2^e_i / w_i. The factor is applied to the float32
   weights before they are rounded, and not to dy: dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g, with one g per head.
@@ -117,14 +117,14 @@ class StateScales(NamedTuple):
     Attributes:
         tensor: `KeyRange.scales` or `RowGradients.scales`.
         columns: the number of its columns.
-        kv, normalizer, token: the columns of the scales of S, of Z and of transposed tokens.
+        kv_column, normalizer_column, token_column: the columns of the scales of S, of Z and of transposed tokens.
     """
 
     tensor: Tensor
     columns: int
-    kv: int
-    normalizer: int
-    token: int
+    kv_column: int
+    normalizer_column: int
+    token_column: int
 
 
 @triton.jit
@@ -142,15 +142,15 @@ def exponent_to_limit(most, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def is_lost(past, total):
+def is_lost(earlier, total):
     """Whether float16 is too coarse for the weights of a row: all are tiny, and some of those that count belong to keys
     before the tile of the diagonal, where weights are not scaled up.
 
     Args:
-        past: sum of the row's weights before the diagonal, in the scale of the diagonal.
+        earlier: sum of the row's weights before the diagonal, in the scale of the diagonal.
         total: sum of all its weights, in the same scale.
     """
-    return (total < 2.0**-20) & (past > total * 2.0**-12)
+    return (total < 2.0**-20) & (earlier > total * 2.0**-12)
 
 
 @triton.jit
@@ -230,10 +230,10 @@ def _power(x, POWER: tl.constexpr):
 @triton.jit
 def store_pieces(desc, x, batch, batches, head, first, ROWS: tl.constexpr, D: tl.constexpr):
     """Stores x (ROWS, D) float32 as two float16 tensors whose sum it is, `batches` apart in the batch dimension."""
-    high = x.to(tl.float16)
-    desc.store([batch, head, first, 0], high.reshape(1, 1, ROWS, D))
-    low = (x - high.to(tl.float32)).to(tl.float16)
-    desc.store([batch + batches, head, first, 0], low.reshape(1, 1, ROWS, D))
+    coarse = x.to(tl.float16)
+    desc.store([batch, head, first, 0], coarse.reshape(1, 1, ROWS, D))
+    fine = (x - coarse.to(tl.float32)).to(tl.float16)
+    desc.store([batch + batches, head, first, 0], fine.reshape(1, 1, ROWS, D))
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def _larger(a, b):
 
 @triton.jit
 def measure_kernel(
-    k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, token_scale_ptr, length, heads, tiles,
+    k_desc, v_desc, gate_sums_ptr, length_ptr, relative_ptr, parts_ptr, token_scale_ptr, length, heads, tiles,
     POWER: tl.constexpr, GATED: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -267,7 +267,7 @@ def measure_kernel(
     tl.store(length_ptr + base + rows, norm, mask=mask)
     relative = norm.to(tl.float64)
     if GATED:
-        relative -= tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
+        relative -= tl.load(gate_sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
     # Without this, keys of zeros after strong gates would count as long.
     relative = tl.where(mask & (norm > NO_LENGTH), relative, NO_LENGTH)
     entry = _finite(tl.max(tl.abs(k.to(tl.float32)), axis=1))
@@ -291,7 +291,7 @@ def measure_kernel(
 
 @triton.jit
 def bound_kernel(
-    sums_ptr, length_ptr, relative_ptr, parts_ptr, initial_ptr, bound_ptr, scales_ptr, length, blocks, tiles,
+    gate_sums_ptr, length_ptr, relative_ptr, parts_ptr, initial_ptr, bound_ptr, scales_ptr, length, blocks, tiles,
     POWER: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """log2 M_i of a block of tokens; the first block also computes `KeyRange.scales`.
@@ -303,20 +303,20 @@ def bound_kernel(
     rows = block * BLOCK + tl.arange(0, BLOCK)
     mask = rows < length
     base = sequence * length
-    before = tl.full((BLOCK,), NO_LENGTH, tl.float64)
+    earlier_bound = tl.full((BLOCK,), NO_LENGTH, tl.float64)
     earlier = block * (BLOCK // TILE)
     for start in range(0, earlier, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        before = tl.maximum(
-            before, tl.load(relative_ptr + sequence * tiles + index, mask=index < earlier, other=-1000.0)
+        earlier_bound = tl.maximum(
+            earlier_bound, tl.load(relative_ptr + sequence * tiles + index, mask=index < earlier, other=-1000.0)
         )
     norm = tl.load(length_ptr + base + rows, mask=mask, other=-1000.0)
     relative = norm.to(tl.float64)
     decay = tl.zeros((BLOCK,), tl.float64)
     if GATED:
-        decay = tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
+        decay = tl.load(gate_sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
         relative = tl.where(norm > NO_LENGTH, relative - decay, NO_LENGTH)
-    so_far = tl.maximum(tl.associative_scan(relative, 0, _larger), tl.max(before, axis=0))
+    so_far = tl.maximum(tl.associative_scan(relative, 0, _larger), tl.max(earlier_bound, axis=0))
     tl.store(bound_ptr + base + rows, (so_far + decay).to(tl.float32), mask=mask)
     if block == 0:
         longest = tl.full((BLOCK,), NO_LENGTH, tl.float32)
@@ -357,7 +357,7 @@ def _exponent(x):
     return tl.minimum(tl.ceil(tl.log2(tl.maximum(x, 2.0**-90))), 90.0)
 
 
-def key_range(
+def measure_keys(
     k: Tensor, v: Tensor, power: int, gates: Gates | None, initial: Tensor | None = None, *, values: bool = True,
     token_scales: bool = False, rows: int = 128,
 ) -> KeyRange:  # fmt: skip
@@ -430,15 +430,15 @@ class RowGradients:
 
 @triton.jit
 def prepare_kernel(
-    q_desc, y_desc, dy_desc, weight_ptr, d_weight_ptr, key_scales_ptr, scaled_desc, scale_ptr, divided_desc, delta_ptr,
-    length_ptr, factor_ptr, parts_ptr, length, padded, batches, heads,
-    GROUP: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    q_desc, y_desc, dy_desc, denominator_ptr, d_denominator_ptr, key_scales_ptr, scaled_desc, scale_ptr, divided_desc,
+    delta_ptr, length_ptr, factor_ptr, parts_ptr, length, padded, batches, heads,
+    GROUP: tl.constexpr, POWER: tl.constexpr, D_DENOMINATOR: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """`RowGradients` of a tile of rows, and the tile's part of the bounds that `scales` is computed from.
 
-    WEIGHTED: the gradient of the rows' weights is added to −δ. SPLIT: inputs are float32, results are for keys and
-    values that `split_keys` scaled, and q and dy are stored in two pieces.
+    D_DENOMINATOR: the gradient of the rows' denominators is added to −δ. SPLIT: inputs are float32, results are for
+    keys and values that `split_keys` scaled, and q and dy are stored in two pieces.
     """
     tiles = tl.cdiv(length, ROWS)
     LARGEST: tl.constexpr = 120 // POWER
@@ -451,19 +451,19 @@ def prepare_kernel(
     key_scales_ptr += (batch * (heads // GROUP) + head // GROUP) * SCALES
     key_exponent = tl.load(key_scales_ptr + KEY_EXPONENT)
     value_exponent = tl.load(key_scales_ptr + VALUE_EXPONENT)
-    weight = tl.load(weight_ptr + base + rows, mask=mask, other=0.0)
+    denominator = tl.load(denominator_ptr + base + rows, mask=mask, other=0.0)
     value_unit = 1.0
     if SPLIT:
-        weight *= _power(power_of_two(-key_exponent + SPLIT_EXPONENT), POWER)
+        denominator *= _power(power_of_two(-key_exponent + SPLIT_EXPONENT), POWER)
         value_unit = power_of_two(-value_exponent + SPLIT_EXPONENT)
         key_exponent = key_exponent * 0 + SPLIT_WEIGHT_EXPONENT
         value_exponent = value_exponent * 0 + SPLIT_EXPONENT
     value_factor = power_of_two(key_exponent - value_exponent - VALUE_MARGIN)
 
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
-    log_weight = tl.log2(tl.where(weight == 0, 1.0, weight)) / POWER
-    exponent = tl.minimum(tl.maximum(tl.floor(-log_weight + key_exponent + 0.5), -14.0), 14.0)
-    exponent = tl.where(weight == 0, 0.0, exponent)
+    log_denominator = tl.log2(tl.where(denominator == 0, 1.0, denominator)) / POWER
+    exponent = tl.minimum(tl.maximum(tl.floor(-log_denominator + key_exponent + 0.5), -14.0), 14.0)
+    exponent = tl.where(denominator == 0, 0.0, exponent)
     scale = power_of_two_scale(q) * power_of_two(exponent)
     scaled = q.to(tl.float32) * scale[:, None]
     if SPLIT:
@@ -472,11 +472,11 @@ def prepare_kernel(
         scaled_desc.store([batch, head, first, 0], scaled.to(q.dtype).reshape(1, 1, ROWS, D))
     tl.store(scale_ptr + base + rows, scale, mask=mask)
     # log2 of K / w^(1/p) for the scaled query, above 0 if the limits of the exponent kept w^(1/p) below K.
-    short = tl.maximum(-log_weight - exponent + key_exponent, 0.0)
+    short = tl.maximum(-log_denominator - exponent + key_exponent, 0.0)
 
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
     dy_scale = power_of_two_scale(dy) * 8.0
-    factor = 1.0 / (dy_scale * tl.where(weight == 0, 1.0, weight) * power_of_two(exponent * POWER))
+    factor = 1.0 / (dy_scale * tl.where(denominator == 0, 1.0, denominator) * power_of_two(exponent * POWER))
     if SPLIT:
         factor /= value_unit
     else:
@@ -494,27 +494,29 @@ def prepare_kernel(
     minus_delta = -tl.sum(divided.to(tl.float32) * y.to(tl.float32), axis=1)
     if SPLIT:
         minus_delta *= value_unit
-    if WEIGHTED:
-        d_weight = tl.load(d_weight_ptr + base + rows, mask=mask, other=0.0)
-        weight_gradient = d_weight * tl.load(weight_ptr + base + rows, mask=mask, other=0.0)
+    if D_DENOMINATOR:
+        d_denominator = tl.load(d_denominator_ptr + base + rows, mask=mask, other=0.0)
+        weight_gradient = d_denominator * tl.load(denominator_ptr + base + rows, mask=mask, other=0.0)
         minus_delta += weight_gradient * dy_scale
     minus_delta *= value_factor
     out = sequence.to(tl.int64) * padded + rows
     tl.store(delta_ptr + out, minus_delta)
     tl.store(length_ptr + out, log_length(scaled, IN_RANGE=True))
     size = tl.max(tl.abs(divided.to(tl.float32)), axis=1)
-    if WEIGHTED:
+    if D_DENOMINATOR:
         size += tl.abs(minus_delta)
     # If the gradient of a row is zero, e_i is arbitrary and could make weights infinite.
-    factor = tl.where((weight == 0) | (size == 0), 0.0, factor)
+    factor = tl.where((denominator == 0) | (size == 0), 0.0, factor)
     tl.store(factor_ptr + out, factor)
 
     # Rows with zero or non-finite gradients do not count for the scales.
-    counts = (size > 0) & (size < float("inf")) & (weight > 0) & (weight < float("inf"))
+    counts = (size > 0) & (size < float("inf")) & (denominator > 0) & (denominator < float("inf"))
     entry = tl.max(tl.abs(scaled), axis=1)
     if not SPLIT:
         # A query that is nearly orthogonal to all its keys becomes long when the root of its factor is multiplied in.
-        reach = -log_weight * POWER + (key_exponent - FOLDED_EXPONENT + (1.0 - FOLDED_LIMIT)) * POWER + GRADIENT_LIMIT
+        reach = (
+            -log_denominator * POWER + (key_exponent - FOLDED_EXPONENT + (1.0 - FOLDED_LIMIT)) * POWER + GRADIENT_LIMIT
+        )
         short = tl.maximum(short, tl.minimum(reach, FOLDED_LOSS))
     parts_ptr += (sequence.to(tl.int64) * tiles + tile) * 4
     tl.store(parts_ptr, tl.max(tl.where(counts, -tl.log2(dy_scale) + short, NO_LENGTH), axis=0))
@@ -525,12 +527,12 @@ def prepare_kernel(
 
 @triton.jit
 def gradient_scales_kernel(
-    parts_ptr, key_scales_ptr, final_ptr, scales_ptr, parts,
-    POWER: tl.constexpr, FINAL: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr = False,
+    parts_ptr, key_scales_ptr, d_final_ptr, scales_ptr, parts,
+    POWER: tl.constexpr, D_FINAL: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """`RowGradients.scales` of a head, from the parts that `prepare_kernel` wrote.
 
-    FINAL: the scales also cover the largest entries of the gradients of a final state's S and Z.
+    D_FINAL: the scales also cover the largest entries of the gradients of a final state's S and Z.
     """
     sequence = tl.program_id(0).to(tl.int64)
     largest = tl.full((BLOCK,), NO_LENGTH, tl.float32)
@@ -556,9 +558,9 @@ def gradient_scales_kernel(
     value_factor = power_of_two(key_exponent - value_exponent - VALUE_MARGIN)
     most_kv = tl.sum(kv, axis=0) * factor * 16.0
     most_normalizer = tl.sum(normalizer, axis=0) * factor
-    if FINAL:
-        most_kv += tl.load(final_ptr + 2 * sequence) * factor
-        most_normalizer += tl.load(final_ptr + 2 * sequence + 1) * factor * value_factor
+    if D_FINAL:
+        most_kv += tl.load(d_final_ptr + 2 * sequence) * factor
+        most_normalizer += tl.load(d_final_ptr + 2 * sequence + 1) * factor * value_factor
     scales_ptr += sequence * GRADIENT_SCALES
     tl.store(scales_ptr + VALUE_FACTOR, value_factor)
     tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent))
@@ -583,13 +585,13 @@ def gradient_scales_kernel(
 
 
 def prepare(
-    q: Tensor, y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None, ranges: KeyRange, power: int,
-    d_final: Tensor | None = None, split: bool = False, rows: int = 128,
+    q: Tensor, y: Tensor, dy: Tensor, denominator: Tensor, d_denominator: Tensor | None, key_range: KeyRange,
+    power: int, d_final: Tensor | None = None, split: bool = False, rows: int = 128,
 ) -> RowGradients:  # fmt: skip
-    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' weights with gradient d_weight.
+    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' denominators with gradient d_weight.
 
     Args:
-        ranges: the bounds of keys and values.
+        key_range: the bounds of keys and values.
         d_final: the largest entries of the gradients of a final state's S and Z, (b, h_kv, 2) float32; None: there is
             no final state.
         split: whether inputs are float32: results are then for keys and values in pieces (`attention.split_float32`),
@@ -605,19 +607,19 @@ def prepare(
     scale = q.new_empty(batch, heads, length, dtype=torch.float32)
     minus_delta, lengths, factor = (q.new_empty(batch, heads, tiles * rows, dtype=torch.float32) for _ in range(3))
     parts = q.new_empty(batch, heads, tiles, 4, dtype=torch.float32)
-    kv_heads = ranges.scales.shape[1]
+    kv_heads = key_range.scales.shape[1]
     scales = q.new_empty(batch, kv_heads, GRADIENT_SCALES.value, dtype=torch.float32)
     launch(
         prepare_kernel, flat_grid(tiles, batch * heads),
-        head_major(q, (rows, d)), head_major(y, (rows, e)), head_major(dy, (rows, e)), weight, d_weight, ranges.scales,
-        head_major(scaled, (rows, d)), scale, head_major(divided, (rows, e)), minus_delta, lengths, factor, parts,
-        length, tiles * rows, batch, heads,
-        GROUP=heads // kv_heads, POWER=power, WEIGHTED=d_weight is not None, D=d, E=e, ROWS=rows, SPLIT=split,
+        head_major(q, (rows, d)), head_major(y, (rows, e)), head_major(dy, (rows, e)), denominator, d_denominator,
+        key_range.scales, head_major(scaled, (rows, d)), scale, head_major(divided, (rows, e)), minus_delta, lengths,
+        factor, parts, length, tiles * rows, batch, heads,
+        GROUP=heads // kv_heads, POWER=power, D_DENOMINATOR=d_denominator is not None, D=d, E=e, ROWS=rows, SPLIT=split,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     launch(
         gradient_scales_kernel, flat_grid(batch * kv_heads),
-        parts, ranges.scales, d_final, scales, tiles * (heads // kv_heads),
-        POWER=power, FINAL=d_final is not None, BLOCK=1024, SPLIT=split, num_warps=4, enable_fp_fusion=True,
+        parts, key_range.scales, d_final, scales, tiles * (heads // kv_heads),
+        POWER=power, D_FINAL=d_final is not None, BLOCK=1024, SPLIT=split, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return RowGradients(scaled, scale, divided, minus_delta, lengths, factor, scales)

@@ -20,20 +20,20 @@ def running_sum_reference(x: Tensor, *, reverse: bool = False) -> Tensor:
 
 
 def correct_drift_reference(
-    sums: Tensor, exact: Tensor | None, spacing: int, document_end: Tensor | None = None
+    suffix_sums: Tensor, exact: Tensor | None, spacing: int, document_end: Tensor | None = None
 ) -> Tensor:
     """Twin of `running_sums.correct_drift`: (b, h, t) → (b, t, h), token by token."""
-    length = sums.shape[-1]
+    length = suffix_sums.shape[-1]
     known = [*range(0, length, spacing), length]
-    at_known = torch.cat([sums, sums.new_zeros(*sums.shape[:2], 1)], dim=-1)[..., known]
+    at_known = torch.cat([suffix_sums, suffix_sums.new_zeros(*suffix_sums.shape[:2], 1)], dim=-1)[..., known]
     drift = (0 if exact is None else exact) - at_known
     corrected = []
     for position in range(length):
         before = position // spacing
         fraction = (position - known[before]) / (known[before + 1] - known[before])
         correction = (1 - fraction) * drift[..., before] + fraction * drift[..., before + 1]
-        corrected.append(sums[..., position] + correction)
-    out = torch.stack([*corrected, torch.zeros_like(sums[..., 0])], dim=1)
+        corrected.append(suffix_sums[..., position] + correction)
+    out = torch.stack([*corrected, torch.zeros_like(suffix_sums[..., 0])], dim=1)
     return out[:, :length] if document_end is None else out[:, :length] - out[:, document_end.long()]
 
 

@@ -44,23 +44,25 @@ def cos_sin(revolutions):
 
 
 @triton.jit
-def _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, mask, PER_PAIR: tl.constexpr,
+def _phase(beta_sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, mask, PER_PAIR: tl.constexpr,
            PAIRS: tl.constexpr, FIXED: tl.constexpr, STARTED: tl.constexpr):  # fmt: skip
     """c_i (or c_im), and the phase in revolutions: (tokens, pairs) float64."""
     rates = tl.load(theta_ptr + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float64)
     if FIXED:
-        sums = (tokens[:, None] + 1).to(tl.float64) + tl.zeros_like(rates)[None, :]
+        beta_sums = (tokens[:, None] + 1).to(tl.float64) + tl.zeros_like(rates)[None, :]
     elif PER_PAIR:
         offsets = (sequence * PAIRS + pairs[None, :]) * length + tokens[:, None]
-        sums = tl.load(sums_ptr + offsets, mask=mask, other=0.0)
+        beta_sums = tl.load(beta_sums_ptr + offsets, mask=mask, other=0.0)
     else:
         offsets = sequence * length + tokens
-        sums = tl.load(sums_ptr + offsets, mask=tokens < length, other=0.0)[:, None] + tl.zeros_like(rates)[None, :]
-    revolutions = sums * (rates * (1 / TWO_PI))[None, :]
+        beta_sums = (
+            tl.load(beta_sums_ptr + offsets, mask=tokens < length, other=0.0)[:, None] + tl.zeros_like(rates)[None, :]
+        )
+    revolutions = beta_sums * (rates * (1 / TWO_PI))[None, :]
     if STARTED:
         start = tl.load(start_ptr + sequence * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)
         revolutions += (start * (1 / TWO_PI))[None, :]
-    return sums, revolutions
+    return beta_sums, revolutions
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def _store_rotated(pointers, even, odd, cos, sin, mask, TOKENS: tl.constexpr, BL
 
 @triton.jit
 def _rotate_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, sums_ptr, theta_ptr, start_ptr, length, heads,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, beta_sums_ptr, theta_ptr, start_ptr, length, heads,
     q_batch, q_time, q_head, k_batch, k_time, k_head,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PER_PAIR: tl.constexpr,
     FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
@@ -91,7 +93,7 @@ def _rotate_kernel(
     pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
     inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
     mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
-    _, revolutions = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
+    _, revolutions = _phase(beta_sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
                       PER_PAIR, PAIRS, FIXED, STARTED)  # fmt: skip
     cos, sin = cos_sin(revolutions)
 
@@ -120,8 +122,8 @@ def _rotate_back(
 
 @triton.jit
 def _rotate_backward_kernel(
-    q_ptr, k_ptr, dq_ptr, dk_ptr, q_out_ptr, k_out_ptr, sums_ptr, theta_ptr, start_ptr,
-    d_sums_ptr, d_theta_ptr, d_start_ptr, length, heads, blocks,
+    q_ptr, k_ptr, dq_ptr, dk_ptr, q_out_ptr, k_out_ptr, beta_sums_ptr, theta_ptr, start_ptr,
+    d_beta_sums_ptr, d_theta_ptr, d_start_ptr, length, heads, blocks,
     q_batch, q_time, q_head, k_batch, k_time, k_head,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PER_PAIR: tl.constexpr,
     FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
@@ -138,7 +140,7 @@ def _rotate_backward_kernel(
     pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
     inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
     mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
-    sums, revolutions = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
+    beta_sums, revolutions = _phase(beta_sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
                          PER_PAIR, PAIRS, FIXED, STARTED)  # fmt: skip
     cos, sin = cos_sin(revolutions)
 
@@ -155,39 +157,39 @@ def _rotate_backward_kernel(
     d_angle = d_angle.to(tl.float64)
     if PER_PAIR:
         offsets = (batch * length + tokens[:, None]) * heads * PAIRS + head * PAIRS + pairs[None, :]
-        tl.store(d_sums_ptr + offsets, d_angle * rates[None, :], mask=inside)
+        tl.store(d_beta_sums_ptr + offsets, d_angle * rates[None, :], mask=inside)
     elif not FIXED:
         offsets = (batch * length + tokens) * heads + head
-        tl.store(d_sums_ptr + offsets, tl.sum(d_angle * rates[None, :], axis=1), mask=tokens < length)
+        tl.store(d_beta_sums_ptr + offsets, tl.sum(d_angle * rates[None, :], axis=1), mask=tokens < length)
     partial = (sequence * blocks + block) * PAIRS + pairs
     if d_theta_ptr is not None:
-        tl.store(d_theta_ptr + partial, tl.sum(d_angle * sums, axis=0), mask=pairs < PAIRS)
+        tl.store(d_theta_ptr + partial, tl.sum(d_angle * beta_sums, axis=0), mask=pairs < PAIRS)
     if STARTED:
         tl.store(d_start_ptr + partial, tl.sum(d_angle, axis=0), mask=pairs < PAIRS)
 
 
-def _launch_options(q: Tensor, k: Tensor, sums: Tensor | None, start: Tensor | None) -> dict[str, int]:
+def _launch_options(q: Tensor, k: Tensor, beta_sums: Tensor | None, start: Tensor | None) -> dict[str, int]:
     heads, dim = k.shape[2:]
     return {
         "GROUP": q.shape[2] // heads,
         "PAIRS": dim // 2,
         "BLOCK_PAIRS": triton.next_power_of_2(dim // 2),
-        "PER_PAIR": sums is not None and sums.shape[1] != heads,
-        "FIXED": sums is None,
+        "PER_PAIR": beta_sums is not None and beta_sums.shape[1] != heads,
+        "FIXED": beta_sums is None,
         "STARTED": start is not None,
         "TOKENS": TOKENS,
     }
 
 
 def rotate_forward(
-    q: Tensor, k: Tensor, sums: Tensor | None, theta: Tensor, start: Tensor | None
+    q: Tensor, k: Tensor, beta_sums: Tensor | None, theta: Tensor, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """q and k rotated by μ, contiguous.
 
     Args:
         q: (b, t, h, d), any strides with a contiguous last axis.
         k: (b, t, h_kv, d), likewise.
-        sums: running sums of β, (b, h_kv, t) or (b, h_kv · d/2, t) float64 contiguous; None: β = 1.
+        beta_sums: running sums of β, (b, h_kv, t) or (b, h_kv · d/2, t) float64 contiguous; None: β = 1.
         theta: (d/2,) contiguous.
         start: μ_0, (b, h_kv, d/2) float64 contiguous; None: 0.
     """
@@ -198,8 +200,8 @@ def rotate_forward(
     batch, length, heads, _ = k.shape
     launch(
         _rotate_kernel, flat_grid(ceil_div(length, TOKENS), batch * heads),
-        q, k, q_out, k_out, sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
-        **_launch_options(q, k, sums, start), enable_fp_fusion=True,
+        q, k, q_out, k_out, beta_sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
+        **_launch_options(q, k, beta_sums, start), enable_fp_fusion=True,
     )  # fmt: skip
     return q_out, k_out
 
@@ -209,7 +211,7 @@ def rotate_backward(
     k: Tensor,
     dq: Tensor,
     dk: Tensor,
-    sums: Tensor | None,
+    beta_sums: Tensor | None,
     theta: Tensor,
     start: Tensor | None,
     want_theta: bool,
@@ -220,23 +222,23 @@ def rotate_backward(
     Args:
         q, k: the rotated ones, contiguous.
         dq, dk: their gradients.
-        sums, theta, start: as in `rotate_forward`.
+        beta_sums, theta, start: as in `rotate_forward`.
     """
     batch, length, heads, dim = k.shape
     blocks = ceil_div(length, TOKENS)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    d_sums = None if sums is None else k.new_empty(batch, length, sums.shape[1], dtype=torch.float64)
+    d_beta_sums = None if beta_sums is None else k.new_empty(batch, length, beta_sums.shape[1], dtype=torch.float64)
     d_theta, d_start = (
         k.new_empty(batch * heads, blocks, dim // 2, dtype=torch.float64) if wanted else None
         for wanted in (want_theta, start is not None)
     )
     launch(
         _rotate_backward_kernel, flat_grid(blocks, batch * heads),
-        q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, blocks,
-        *dq.stride()[:3], *dk.stride()[:3], **_launch_options(q, k, sums, start), enable_fp_fusion=True,
+        q, k, dq, dk, q_out, k_out, beta_sums, theta, start, d_beta_sums, d_theta, d_start, length, heads, blocks,
+        *dq.stride()[:3], *dk.stride()[:3], **_launch_options(q, k, beta_sums, start), enable_fp_fusion=True,
     )  # fmt: skip
     d_start_summed = None if d_start is None else d_start.sum(1).unflatten(0, (batch, heads))
-    return q_out, k_out, d_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed
+    return q_out, k_out, d_beta_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed
 
 
 @operator("sympow::rotate")
@@ -255,13 +257,13 @@ def _rotate(
     `relative`: the result is used only through differences of phases, so that rotating all tokens alike changes
     nothing.
     """
-    sums = None if beta is None else running_sum(beta.flatten(2))
+    beta_sums = None if beta is None else running_sum(beta.flatten(2))
     if document_start is not None:
-        if sums is None:
+        if beta_sums is None:
             tokens = torch.arange(1, k.shape[1] + 1, dtype=torch.float64, device=k.device)
-            sums = tokens.expand(1, k.shape[2], -1)
-        sums = sums_from_start(sums, document_start).contiguous()
-    return *rotate_forward(q, k, sums, theta, start), sums  # type: ignore[return-value]
+            beta_sums = tokens.expand(1, k.shape[2], -1)
+        beta_sums = sums_from_start(beta_sums, document_start).contiguous()
+    return *rotate_forward(q, k, beta_sums, theta, start), beta_sums  # type: ignore[return-value]
 
 
 @_rotate.register_fake
@@ -276,15 +278,15 @@ def _(
     relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     contiguous = torch.contiguous_format
-    sums: tuple[int, ...] | None = None
+    beta_sums: tuple[int, ...] | None = None
     if beta is not None:
-        sums = (beta.shape[0], beta[0, 0].numel(), beta.shape[1])
+        beta_sums = (beta.shape[0], beta[0, 0].numel(), beta.shape[1])
     elif document_start is not None:
-        sums = (1, k.shape[2], k.shape[1])
+        beta_sums = (1, k.shape[2], k.shape[1])
     return (
         torch.empty_like(q, memory_format=contiguous),
         torch.empty_like(k, memory_format=contiguous),
-        None if sums is None else q.new_empty(sums, dtype=torch.float64),
+        None if beta_sums is None else q.new_empty(beta_sums, dtype=torch.float64),
     )
 
 
@@ -294,7 +296,7 @@ def _rotate_backward(
     dk: Tensor,
     q: Tensor,
     k: Tensor,
-    sums: Tensor | None,
+    beta_sums: Tensor | None,
     theta: Tensor,
     start: Tensor | None,
     document_end: Tensor | None,
@@ -303,12 +305,12 @@ def _rotate_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, β (b, t, columns; None for β = 1), θ (None if not wanted) and μ_0 (None without), from the
     rotated q and k."""
-    d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
-        q, k, rows_contiguous(dq), rows_contiguous(dk), sums, theta, start, want_theta
+    d_q, d_k, d_beta_sums, d_theta, d_start = rotate_backward(
+        q, k, rows_contiguous(dq), rows_contiguous(dk), beta_sums, theta, start, want_theta
     )
     d_beta = None
-    if d_sums is not None:
-        later = running_sum(d_sums, reverse=True)
+    if d_beta_sums is not None:
+        later = running_sum(d_beta_sums, reverse=True)
         if relative:
             # The first β rotates all tokens alike, so that its gradient is exactly 0.
             d_beta = correct_drift(later, None, later.shape[2], document_end, dtype=torch.float64)
@@ -324,7 +326,7 @@ def _(
     dk: Tensor,
     q: Tensor,
     k: Tensor,
-    sums: Tensor | None,
+    beta_sums: Tensor | None,
     theta: Tensor,
     start: Tensor | None,
     document_end: Tensor | None,
@@ -334,7 +336,7 @@ def _(
     return (
         torch.empty_like(q),
         torch.empty_like(k),
-        None if sums is None else sums.new_empty(sums.shape[0], sums.shape[2], sums.shape[1]),
+        None if beta_sums is None else beta_sums.new_empty(beta_sums.shape[0], beta_sums.shape[2], beta_sums.shape[1]),
         torch.empty_like(theta, dtype=torch.float64) if want_theta else None,
         None if start is None else torch.empty_like(start),
     )

@@ -32,6 +32,12 @@ from sympow.kernels.launch import ceil_div, flat_grid, launch
 CLOSED_GATE = tl.constexpr(-300.0)
 SCAN_BLOCK = 1024
 DRIFT_BLOCK = 256
+# In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
+DRIFT_SPACING = 4096
+# ... or fewer times for long sequences: what the kernels write for it grows with the number of blocks and the length.
+MAX_DRIFT_BLOCKS = 16
+# Blocks are multiples of the tiles of every kernel.
+DRIFT_MULTIPLE = 128
 # Tokens per tile of keys in every kernel that reads gates.
 KEY_TILE = 64
 
@@ -102,7 +108,7 @@ def _block_totals_kernel(
 def _running_sums_kernel(
     log_gamma_ptr,
     totals_ptr,
-    sums_ptr,
+    gate_sums_ptr,
     to_end_ptr,
     from_start_ptr,
     length,
@@ -118,17 +124,17 @@ def _running_sums_kernel(
     exp(G_end − G_j) and exp(G_j − G_start), padded to whole blocks."""
     block, sequence = split_program_id(blocks, tl.int32)
     rows = block * BLOCK + tl.arange(0, BLOCK)
-    before = tl.zeros((BLOCK,), tl.float64)
+    earlier = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, block, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        before += tl.load(totals_ptr + sequence * blocks + index, mask=index < block, other=0.0)
+        earlier += tl.load(totals_ptr + sequence * blocks + index, mask=index < block, other=0.0)
     gates = _load_gates(log_gamma_ptr, sequence // heads, sequence % heads, rows, length, stride_b, stride_t, stride_h)
-    sums = tl.cumsum(gates, axis=0) + tl.sum(before, axis=0)
+    sums = tl.cumsum(gates, axis=0) + tl.sum(earlier, axis=0)
     in_tiles = tl.reshape(sums, (BLOCK // TILE, TILE))
     # log γ ≤ 0, so the first sum of a tile is its largest and the last its smallest.
     to_end = tl.exp((tl.min(in_tiles, axis=1)[:, None] - in_tiles).to(tl.float32))
     from_start = tl.exp((in_tiles - tl.max(in_tiles, axis=1)[:, None]).to(tl.float32))
-    tl.store(sums_ptr + sequence.to(tl.int64) * length + rows, sums, mask=rows < length)
+    tl.store(gate_sums_ptr + sequence.to(tl.int64) * length + rows, sums, mask=rows < length)
     padded = sequence.to(tl.int64) * (blocks * BLOCK) + rows
     tl.store(to_end_ptr + padded, tl.reshape(to_end, (BLOCK,)))
     tl.store(from_start_ptr + padded, tl.reshape(from_start, (BLOCK,)))
@@ -173,10 +179,10 @@ def _gate_gradient_kernel(
 
 
 @triton.jit
-def _split_kernel(sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.constexpr):
+def _split_kernel(gate_sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.constexpr):
     block, sequence = split_program_id(padded // BLOCK)
     rows = block * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.load(sums_ptr + sequence * length + tl.minimum(rows, length - 1)) * LOG2_E
+    sums = tl.load(gate_sums_ptr + sequence * length + tl.minimum(rows, length - 1)) * LOG2_E
     whole = tl.floor(sums)
     tl.store(whole_ptr + sequence * padded + rows, whole.to(tl.int32))
     tl.store(rest_ptr + sequence * padded + rows, (sums - whole).to(tl.float32))
@@ -283,6 +289,11 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
 # Drift correction ---------------------------------------------------------------------------------------------------
 
 
+def drift_spacing(length: int) -> int:
+    """Queries between two corrections of the attention form."""
+    return max(DRIFT_SPACING, ceil_div(ceil_div(length, MAX_DRIFT_BLOCKS), DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
+
+
 def exact_sums_at_boundaries(crossing: Tensor, boundaries: tuple[int, int], length: int, chunk: int) -> Tensor:
     """d log γ at every chunk boundary, (b, h, ⌈t / chunk⌉ + 1), from its values at the boundaries that have a state.
 
@@ -316,43 +327,43 @@ def exact_sums_at_blocks(block_terms: Tensor, to_end: Tensor | None, block: int)
 
 
 @triton.jit
-def _corrected(sums_ptr, exact_ptr, positions, mask, length, spacing):
+def _corrected(suffix_sums_ptr, exact_ptr, positions, mask, length, spacing):
     """The sums at `positions` without their drift; 0 where `mask` is False."""
-    before = positions // spacing
-    left = before * spacing
+    interval = positions // spacing
+    left = interval * spacing
     right = tl.minimum(left + spacing, length)
-    drift_left = -tl.load(sums_ptr + left, mask=mask, other=0.0)
+    drift_left = -tl.load(suffix_sums_ptr + left, mask=mask, other=0.0)
     # Past the last token the sum is 0.
-    drift_right = -tl.load(sums_ptr + right, mask=mask & (right < length), other=0.0)
+    drift_right = -tl.load(suffix_sums_ptr + right, mask=mask & (right < length), other=0.0)
     if exact_ptr is not None:
-        drift_left += tl.load(exact_ptr + before, mask=mask, other=0.0)
-        drift_right += tl.load(exact_ptr + before + 1, mask=mask, other=0.0)
+        drift_left += tl.load(exact_ptr + interval, mask=mask, other=0.0)
+        drift_right += tl.load(exact_ptr + interval + 1, mask=mask, other=0.0)
     fraction = (positions - left).to(tl.float64) / tl.maximum(right - left, 1).to(tl.float64)
     correction = drift_left + fraction * (drift_right - drift_left)
-    return tl.where(mask, tl.load(sums_ptr + positions, mask=mask, other=0.0) + correction, 0.0)
+    return tl.where(mask, tl.load(suffix_sums_ptr + positions, mask=mask, other=0.0) + correction, 0.0)
 
 
 @triton.jit
 def _correct_drift_kernel(
-    sums_ptr, exact_ptr, document_end_ptr, out_ptr, length, heads, spacing, exact_count,
+    suffix_sums_ptr, exact_ptr, document_end_ptr, out_ptr, length, heads, spacing, exact_count,
     DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, sequence = split_program_id(tl.cdiv(length, BLOCK))
     positions = block * BLOCK + tl.arange(0, BLOCK)
     mask = positions < length
-    sums_ptr += sequence * length
+    suffix_sums_ptr += sequence * length
     if exact_ptr is not None:
         exact_ptr += sequence * exact_count
-    value = _corrected(sums_ptr, exact_ptr, positions, mask, length, spacing)
+    value = _corrected(suffix_sums_ptr, exact_ptr, positions, mask, length, spacing)
     if DOCUMENTS:
         end = tl.load(document_end_ptr + positions, mask=mask, other=0)
-        value -= _corrected(sums_ptr, exact_ptr, end, mask & (end < length), length, spacing)
+        value -= _corrected(suffix_sums_ptr, exact_ptr, end, mask & (end < length), length, spacing)
     out = ((sequence // heads) * length + positions) * heads + sequence % heads
     tl.store(out_ptr + out, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def correct_drift(
-    sums: Tensor,
+    suffix_sums: Tensor,
     exact: Tensor | None,
     spacing: int,
     document_end: Tensor | None = None,
@@ -363,19 +374,19 @@ def correct_drift(
     At every `spacing`-th position the sum is replaced by its exact value; in between, the correction is interpolated.
 
     Args:
-        sums: Σ_{i≥m}, (b, h, t) float64.
+        suffix_sums: Σ_{i≥m}, (b, h, t) float64.
         exact: exact values at the positions 0, spacing, 2 spacing, … and t, (b, h, ⌈t / spacing⌉ + 1) float64; None: 0
             at all of them.
         spacing: distance of these positions.
         document_end: one past the last token of each token's document, (t,): sums then end there; None: one document.
         dtype: of the result.
     """
-    batch, heads, length = sums.shape
-    out = sums.new_empty(batch, length, heads, dtype=dtype)
+    batch, heads, length = suffix_sums.shape
+    out = suffix_sums.new_empty(batch, length, heads, dtype=dtype)
     exact = None if exact is None else exact.contiguous()
     launch(
         _correct_drift_kernel, flat_grid(ceil_div(length, DRIFT_BLOCK), batch * heads),
-        sums.contiguous(), exact, document_end, out, length, heads, spacing,
+        suffix_sums.contiguous(), exact, document_end, out, length, heads, spacing,
         0 if exact is None else exact.shape[-1], DOCUMENTS=document_end is not None, BLOCK=DRIFT_BLOCK,
         enable_fp_fusion=True,
     )  # fmt: skip

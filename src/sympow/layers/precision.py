@@ -42,15 +42,15 @@ class FloatLinear(KeepsFloat32, nn.Linear):
     A subclass of `nn.Linear`, so that tools such as peft wrap it with adapters.
 
     Args:
-        inputs: width of x.
-        outputs: width of the result.
+        width: width of x.
+        out_width: width of the result.
         bias: initial value of b; None: no bias.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: float | None = None) -> None:
+    def __init__(self, width: int, out_width: int, bias: float | None = None) -> None:
         # Set first: super().__init__ calls reset_parameters, which reads it.
         self.initial_bias = bias
-        super().__init__(inputs, outputs, bias=bias is not None)
+        super().__init__(width, out_width, bias=bias is not None)
 
     def reset_parameters(self) -> None:
         """W = 0, and every bias at its initial value."""

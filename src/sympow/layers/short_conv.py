@@ -48,24 +48,25 @@ class ShortConvolution(nn.Module):
         return self.weight.shape[-2]
 
     def forward(
-        self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self, x: Tensor, conv_state: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `short_convolution`."""
-        return short_convolution(x, self.weight, past, cu_seqlens, mask)
+        return short_convolution(x, self.weight, conv_state, cu_seqlens, mask)
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The last inputs before the first token: zeros, (batch, width − 1, channels)."""
         return torch.zeros(batch, self.width - 1, self.channels, dtype=dtype, device=device)
 
     @torch.no_grad()
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
+    def step(self, x: Tensor, conv_state: Tensor) -> Tensor:
         """y of one token, (b, 1, channels); updates the last inputs in place.
 
         Args:
             x: (b, 1, channels).
-            state: (b', width − 1, channels). Where b' < b, rows beyond are padding of a batch and returned as they are.
+            conv_state: (b', width − 1, channels). Where b' < b, rows beyond are padding of a batch and returned as they
+                are.
         """
-        rows = len(state)
-        y, after = self(x[:rows], state)
-        state.copy_(after)
+        rows = len(conv_state)
+        y, after = self(x[:rows], conv_state)
+        conv_state.copy_(after)
         return y if rows == len(x) else torch.cat([y, x[rows:]])

@@ -8,7 +8,7 @@ do not. Whether a call then runs on the Hopper kernels or on the portable ones, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from sympow.errors import ArgumentError
+from sympow.kernels.device_limits import QUARTIC_DIMS, QUARTIC_VALUE_DIMS
 from sympow.ops.compilation import is_known
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form, crossover_length
 from sympow.settings import Backend, Form
 
 if TYPE_CHECKING:
-    from sympow.ops.sequence import Sequence
+    from sympow.ops.inputs import Inputs
 
 
 # The first GPUs whose tensor cores multiply bfloat16: Ampere.
@@ -36,7 +37,7 @@ LARGEST_DIM = 128
 # The same for float32, except on Hopper.
 LARGEST_FLOAT32_DIM = 64
 # Limits of the chunked kernels: the largest key and value dims, by power.
-LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
+LARGEST_CHUNKED_DIMS = {2: (LARGEST_DIM, LARGEST_DIM), 4: (QUARTIC_DIMS[-1], QUARTIC_VALUE_DIMS[-1])}
 CHUNK_MULTIPLE = 128
 # The power of the kernels with a gate per rotated pair.
 VECTOR_GATE_POWER = 2
@@ -44,7 +45,6 @@ VECTOR_GATE_POWER = 2
 SHARD_DIMS = (32, 64)
 # Rows up to which the gates of a decoding step are computed by a kernel: it reads all weights for each row.
 MOST_GATE_ROWS = 64
-CROSS_ENTROPY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Tokens per chunk on the kernels, p = 2. Larger chunks spend more on scores, smaller ones on states in memory.
 CHUNK_SIZE = 1024
@@ -101,20 +101,20 @@ class Request:
 
 
 def backend_for(
-    sequence: Sequence, step: bool, form: Form, chunk_size: int | None, backend: Backend
+    inputs: Inputs, step: bool, form: Form, chunk_size: int | None, backend: Backend
 ) -> Literal["torch", "triton"]:
     """The backend of one call of `sympow.attention`; arguments as there, and `step` as in `Request`."""
     request = Request(
-        device=sequence.q.device.type,
-        dtype=sequence.q.dtype,
-        power=sequence.power,
-        key_dim=sequence.key_dim,
-        value_dim=sequence.value_dim,
+        device=inputs.q.device.type,
+        dtype=inputs.q.dtype,
+        power=inputs.power,
+        key_dim=inputs.key_dim,
+        value_dim=inputs.value_dim,
         form=form,
         chunk_size=chunk_size,
-        vector_gate=sequence.vector_gate,
+        vector_gate=inputs.vector_gate,
         step=step,
-        index=sequence.q.device.index,
+        index=inputs.q.device.index,
     )
     return choose_backend(backend, request)
 
@@ -139,7 +139,7 @@ def choose_backend(backend: str, request: Request) -> Literal["torch", "triton"]
 def auto_uses_torch_reason(request: Request) -> str | None:
     """Why backend="auto" runs a call in plain PyTorch; None: it runs on Triton."""
     if request.device != "cuda":
-        return _needs_cuda(request.device)
+        return device_unsupported_reason(request.device, None)
     # Keys far from unit length could leave the range of float32 in the kernels.
     if request.power > 4 and request.power in KERNEL_POWERS:
         return "Powers above 4 run on the kernels only with backend='triton', since they can overflow float32 there."
@@ -148,11 +148,8 @@ def auto_uses_torch_reason(request: Request) -> str | None:
 
 def unsupported_reason(request: Request) -> str | None:
     """Why the kernels do not support a call of `sympow.attention` or of `Window`."""
-    interpreted = triton_interpreted()
     chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
-    if request.device != "cuda" and not interpreted:
-        return _needs_cuda(request.device)
-    if request.device == "cuda" and (reason := gpu_unsupported_reason(request.index)):
+    if reason := device_unsupported_reason(request.device, request.index, interpreted=True):
         return reason
     if request.dtype not in _kernel_dtypes():
         return f"The kernels support {_names(_kernel_dtypes())}, not {request.dtype}."
@@ -160,23 +157,34 @@ def unsupported_reason(request: Request) -> str | None:
         return f"The kernels support powers up to {KERNEL_POWERS[-1]}, not {request.power}."
     if max(request.key_dim, request.value_dim) > LARGEST_DIM:
         return _limit_of_dims(request.key_dim, request.value_dim)
-    wide = max(request.key_dim, request.value_dim) > LARGEST_FLOAT32_DIM
-    if request.dtype == torch.float32 and wide and request.device == "cuda" and not request.step:
-        reason = wide_float32_unsupported_reason(request.index)
-        if reason is not None:
-            return reason
-    if request.vector_gate:
-        reason = _vector_gate_unsupported_reason(request)
-        if reason is not None:
-            return reason
+    wide = request.dtype == torch.float32 and max(request.key_dim, request.value_dim) > LARGEST_FLOAT32_DIM
+    asks_gpu = wide and request.device == "cuda" and not request.step
+    if asks_gpu and (reason := wide_float32_unsupported_reason(request.index)):
+        return reason
+    if request.vector_gate and (reason := _vector_gate_unsupported_reason(request)):
+        return reason
     if request.form == "recurrent" and not request.step:
         return "The recurrent form has a kernel only for one token after a given state, without gradients."
     if chunked:
-        reason = chunked_unsupported_reason(request.power, request.key_dim, request.value_dim, request.dtype)
-        if reason is not None:
+        if reason := chunked_unsupported_reason(request.power, request.key_dim, request.value_dim, request.dtype):
             return reason
         if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
             return f"The chunked kernels support multiples of {CHUNK_MULTIPLE} as chunk_size, not {request.chunk_size}."
+    return None
+
+
+def device_unsupported_reason(device: str, index: int | None, *, interpreted: bool = False) -> str | None:
+    """Why no kernel runs on a device: it is no GPU, the GPU is too old, or Triton is not installed.
+
+    Args:
+        device, index: as in `Request`.
+        interpreted: whether Triton's interpreter, on a CPU, counts as a GPU.
+    """
+    if device == "cuda":
+        if reason := gpu_unsupported_reason(index):
+            return reason
+    elif not (interpreted and triton_interpreted()):
+        return f"The kernels need a CUDA device, and q is on {device}."
     return None if triton_available() else _NOT_INSTALLED
 
 
@@ -247,71 +255,65 @@ def late_queries_unsupported_reason(backend: Backend, form: Form) -> str | None:
     return None
 
 
-def shard_unsupported_reason(sequence: Sequence, form: Form) -> str | None:
+def shard_unsupported_reason(inputs: Inputs, form: Form) -> str | None:
     """Why the kernels for shards of a sequence do not support a shard that `backend_for` runs on Triton."""
-    if sequence.power != 2 or form not in ("auto", "chunked"):
-        return f"The kernels for shards support the chunked form of power 2, not form={form!r} of {sequence.power}."
-    if sequence.vector_gate:
+    if inputs.power != 2 or form not in ("auto", "chunked"):
+        return f"The kernels for shards support the chunked form of power 2, not form={form!r} of {inputs.power}."
+    if inputs.vector_gate:
         return "The kernels for shards support one gate per head, not one per rotated pair."
-    if sequence.key_dim != sequence.value_dim or sequence.key_dim not in SHARD_DIMS:
+    if inputs.key_dim != inputs.value_dim or inputs.key_dim not in SHARD_DIMS:
         dims = " or ".join(map(str, SHARD_DIMS))
         return (
-            f"The kernels for shards support keys and values of one head dim, {dims}; got {sequence.key_dim} and "
-            f"{sequence.value_dim}."
+            f"The kernels for shards support keys and values of one head dim, {dims}; got {inputs.key_dim} and "
+            f"{inputs.value_dim}."
         )
-    if sequence.length == 0:
+    if inputs.length == 0:
         return "The kernels for shards need at least one token."
-    if sequence.q.dtype == torch.float16:
+    if inputs.q.dtype == torch.float16:
         return "The kernels for shards support torch.bfloat16 and torch.float32, not torch.float16."
-    return chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim, sequence.q.dtype)
+    return chunked_unsupported_reason(inputs.power, inputs.key_dim, inputs.value_dim, inputs.q.dtype)
 
 
-def softmax_step_backend(backend: str, sequence: Sequence) -> Literal["torch", "triton"]:
+def softmax_step_backend(backend: str, inputs: Inputs) -> Literal["torch", "triton"]:
     """The backend of a decoding step of softmax attention (`KeyValueCache`); arguments and errors as above."""
     if backend == "torch":
         return "torch"
-    reason = softmax_step_unsupported_reason(sequence)
+    reason = softmax_step_unsupported_reason(inputs)
     if backend == "auto":
-        return "triton" if reason is None and sequence.q.is_cuda else "torch"
+        return "triton" if reason is None and inputs.q.is_cuda else "torch"
     require_supported(reason)
     return "triton"
 
 
-def softmax_step_unsupported_reason(sequence: Sequence) -> str | None:
+def softmax_step_unsupported_reason(inputs: Inputs) -> str | None:
     """Why the kernel of a softmax decoding step does not support its token."""
-    if not (sequence.q.is_cuda or triton_interpreted()):
-        return _needs_cuda(sequence.q.device.type)
-    if sequence.q.is_cuda and (reason := gpu_unsupported_reason(sequence.q.device.index)):
+    if reason := device_unsupported_reason(inputs.q.device.type, inputs.q.device.index, interpreted=True):
         return reason
-    if sequence.q.dtype not in _kernel_dtypes():
-        return f"The kernel supports {_names(_kernel_dtypes())}, not {sequence.q.dtype}."
-    if max(sequence.key_dim, sequence.value_dim) > LARGEST_DIM:
-        return _limit_of_dims(sequence.key_dim, sequence.value_dim)
-    return None if triton_available() else _NOT_INSTALLED
+    if inputs.q.dtype not in _kernel_dtypes():
+        return f"The kernel supports {_names(_kernel_dtypes())}, not {inputs.q.dtype}."
+    if max(inputs.key_dim, inputs.value_dim) > LARGEST_DIM:
+        return _limit_of_dims(inputs.key_dim, inputs.value_dim)
+    return None
 
 
 def rotation_unsupported_reason(q: Tensor) -> str | None:
     """Why the rotary kernel does not support queries (b, t, h, d) outside the fused forms."""
     if q.shape[1] == 0:
         return "The rotary kernel needs at least one token."
-    if triton_interpreted() or not q.is_cuda:
-        return _needs_cuda(q.device.type)
-    if reason := gpu_unsupported_reason(q.device.index):
+    if reason := device_unsupported_reason(q.device.type, q.device.index):
         return reason
     if q.dtype not in KERNEL_DTYPES:
         return f"The rotary kernel supports {_names(KERNEL_DTYPES)}, not {q.dtype}."
-    return None if triton_available() else _NOT_INSTALLED
+    return None
 
 
-def step_gates_unsupported_reason(x: Tensor, weights: Several[Tensor]) -> str | None:
+def step_gates_unsupported_reason(x: Tensor, weights: Sequence[Tensor]) -> str | None:
     """Why the kernel for gates and rotation scales of a decoding step does not support x (b, 1, width).
 
     Args:
         weights: those that project x, one or two.
     """
-    if not x.is_cuda:
-        return _needs_cuda(x.device.type)
-    if reason := gpu_unsupported_reason(x.device.index):
+    if reason := device_unsupported_reason(x.device.type, x.device.index):
         return reason
     if not weights:
         return "There is nothing to project."
@@ -323,21 +325,19 @@ def step_gates_unsupported_reason(x: Tensor, weights: Several[Tensor]) -> str | 
         return "The kernel supports plain weights of at most 32 bits, not subclasses of Tensor or torch.float64."
     if torch.is_grad_enabled():
         return "The kernel has no gradients."
-    return None if triton_available() else _NOT_INSTALLED
+    return None
 
 
 def cross_entropy_unsupported_reason(features: Tensor, dtype: torch.dtype) -> str | None:
     """Why the cross-entropy kernel does not support logits of a dtype, computed from features."""
-    if not features.is_cuda:
-        return _needs_cuda(features.device.type)
-    if reason := gpu_unsupported_reason(features.device.index):
+    if reason := device_unsupported_reason(features.device.type, features.device.index):
         return reason
-    if dtype not in CROSS_ENTROPY_DTYPES:
-        return f"The cross-entropy kernel supports {', '.join(map(str, CROSS_ENTROPY_DTYPES))}, not {dtype}."
-    return None if triton_available() else _NOT_INSTALLED
+    if dtype not in KERNEL_DTYPES:
+        return f"The cross-entropy kernel supports {_names(KERNEL_DTYPES)}, not {dtype}."
+    return None
 
 
-def kernel_chunk(sequence: Sequence, form: str, chunk_size: int | None, with_states: bool) -> int:
+def kernel_chunk(inputs: Inputs, form: str, chunk_size: int | None, with_states: bool) -> int:
     """Tokens per chunk of a call that runs on the kernels; 0: the attention form.
 
     Args:
@@ -347,13 +347,13 @@ def kernel_chunk(sequence: Sequence, form: str, chunk_size: int | None, with_sta
     """
     if form == "attention":
         return 0
-    if form == "auto" and chunk_size is None and not _chunked_pays(sequence, with_states):
+    if form == "auto" and chunk_size is None and not _chunked_pays(inputs, with_states):
         return 0
-    if sequence.power == 2:
-        return quadratic_chunk(sequence.length, chunk_size)
+    if inputs.power == 2:
+        return quadratic_chunk(inputs.length, chunk_size)
     # p = 4: the larger the state, the fewer of them.
-    size = chunk_size or (2048 if sequence.key_dim <= 16 else 4096)
-    return size if size < sequence.length else 0
+    size = chunk_size or (2048 if inputs.key_dim <= 16 else 4096)
+    return size if size < inputs.length else 0
 
 
 def quadratic_chunk(length: int, chunk_size: int | None) -> int:
@@ -361,7 +361,7 @@ def quadratic_chunk(length: int, chunk_size: int | None) -> int:
     return min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-length // CHUNK_MULTIPLE))
 
 
-def quadratic_segment(sequence: Sequence, chunk: int, return_state: bool) -> int:
+def quadratic_segment(inputs: Inputs, chunk: int, return_state: bool) -> int:
     """Tokens that a call without gradients computes at a time, p = 2: all, or a multiple of `chunk` for which the
     states of all chunks take at most CHUNK_STATE_BYTES, if a single chunk does.
 
@@ -369,56 +369,62 @@ def quadratic_segment(sequence: Sequence, chunk: int, return_state: bool) -> int
         chunk: tokens per chunk.
         return_state: whether the state after the last token is asked for. Chunks are then summed in float32.
     """
-    if not is_known(sequence.batch) or not is_known(sequence.length):
-        return sequence.length
-    entries = sequence.batch * sequence.key_heads * padded_dim(sequence) ** 3
-    chunks = -(-sequence.length // chunk)
-    itemsize = sequence.q.dtype.itemsize
+    if not is_known(inputs.batch) or not is_known(inputs.length):
+        return inputs.length
+    entries = inputs.batch * inputs.key_heads * padded_dim(inputs) ** 3
+    chunks = -(-inputs.length // chunk)
+    itemsize = inputs.q.dtype.itemsize
     if chunks * entries * (itemsize + 4 * return_state) <= CHUNK_STATE_BYTES:
-        return sequence.length
+        return inputs.length
     # All segments but the last return a state.
     most = max(1, CHUNK_STATE_BYTES // (entries * (itemsize + 4)))
     segments = -(-chunks // most)
     return chunk * -(-chunks // segments)
 
 
-def padded_dim(sequence: Sequence) -> int:
+def padded_dim(inputs: Inputs) -> int:
     """The size to which the kernels pad heads with zeros, keys and values alike."""
-    dim = max(sequence.key_dim, sequence.value_dim)
+    dim = max(inputs.key_dim, inputs.value_dim)
     return max(SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
-def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
-    dims = (sequence.key_dim, sequence.value_dim)
-    if chunked_unsupported_reason(sequence.power, *dims, sequence.q.dtype) is not None:
+def padded_quartic_dims(inputs: Inputs) -> tuple[int, int]:
+    """The sizes to which the state kernels of p = 4 pad keys and values with zeros: the next that they have."""
+    dim = next(size for size in QUARTIC_DIMS if size >= inputs.key_dim)
+    return dim, next(size for size in QUARTIC_VALUE_DIMS if size >= inputs.value_dim)
+
+
+def _chunked_pays(inputs: Inputs, with_states: bool) -> bool:
+    dims = (inputs.key_dim, inputs.value_dim)
+    if chunked_unsupported_reason(inputs.power, *dims, inputs.q.dtype) is not None:
         return False
     # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch, and so
     # do both forms with a gate per rotated pair.
-    if with_states and sequence.power == 2 and not sequence.vector_gate:
+    if with_states and inputs.power == 2 and not inputs.vector_gate:
         return True
     # The kernels pad heads to a power of two.
-    key_dim, value_dim = (1 << (dim - 1).bit_length() for dim in (sequence.key_dim, sequence.value_dim))
-    balance = crossover_length(key_dim, value_dim, sequence.power, sequence.group)
-    return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)
+    key_dim, value_dim = (1 << (dim - 1).bit_length() for dim in (inputs.key_dim, inputs.value_dim))
+    balance = crossover_length(key_dim, value_dim, inputs.power, inputs.group)
+    return inputs.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)
 
 
 def portable_chunk(
-    sequence: Sequence, form: str, chunk_size: int | None, *, initial_state: bool, return_state: bool
+    inputs: Inputs, form: str, chunk_size: int | None, *, initial_state: bool, return_state: bool
 ) -> int | None:
     """Tokens per chunk of a call in plain PyTorch; None: the attention form. Arguments as in `sympow.attention`."""
     if form == "attention":
         return None
     work = Workload(
-        length=sequence.length,
-        key_dim=sequence.key_dim,
-        value_dim=sequence.value_dim,
-        power=sequence.power,
-        group=sequence.group,
-        parallel=sequence.batch * sequence.key_heads,
+        length=inputs.length,
+        key_dim=inputs.key_dim,
+        value_dim=inputs.value_dim,
+        power=inputs.power,
+        group=inputs.group,
+        parallel=inputs.batch * inputs.key_heads,
         initial_state=initial_state,
         return_state=return_state,
     )
-    machine = CPU if sequence.q.device.type == "cpu" else GPU
+    machine = CPU if inputs.q.device.type == "cpu" else GPU
     if form == "auto" and chunk_size is None and cheaper_form(work, machine) == "attention":
         return None
     return chunk_size or best_chunk_size(work, machine)
@@ -429,12 +435,8 @@ def _kernel_dtypes() -> tuple[torch.dtype, ...]:
     return KERNEL_DTYPES[1:] if triton_interpreted() else KERNEL_DTYPES
 
 
-def _names(dtypes: Several[torch.dtype]) -> str:
+def _names(dtypes: Sequence[torch.dtype]) -> str:
     return f"{', '.join(map(str, dtypes[:-1]))} and {dtypes[-1]}"
-
-
-def _needs_cuda(device: str) -> str:
-    return f"The kernels need a CUDA device, and q is on {device}."
 
 
 def _limit_of_dims(key_dim: int, value_dim: int) -> str:

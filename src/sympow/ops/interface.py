@@ -18,14 +18,15 @@ from sympow.ops.dispatch import (
     kernel_chunk,
     late_queries_unsupported_reason,
     padded_dim,
+    padded_quartic_dims,
     quadratic_segment,
     require_supported,
 )
+from sympow.ops.inputs import Inputs, divide, run_documents
 from sympow.ops.numerics import log_gate_root, without_autocast
 from sympow.ops.rotary import phase_after
-from sympow.ops.sequence import Sequence, divide, run_documents
 from sympow.ops.state import State
-from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights, to_full
+from sympow.ops.symmetric import feature_indices, multinomial_weights
 from sympow.ops.torch.dynamic_length import run_open_length
 from sympow.ops.torch.forms import run_late_queries, run_portable
 from sympow.ops.torch.products import Sums, query_state, update_state
@@ -151,19 +152,19 @@ def attention(
     if initial_state is not None:
         documents = None if cu_seqlens is None else len(cu_seqlens) - 1
         check_state(initial_state, q, k, v, power, theta is not None, documents)
-    sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
+    inputs = Inputs(q, k, v, log_gamma, beta, theta, power)
     # Autocast would run the products below in half precision, those of states included.
     with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
         if late_queries:
             by_scores = False if chunk_size is not None else {"auto": None, "attention": True}.get(form, False)
-            y, state = run_late_queries(sequence, initial_state, return_state, by_scores, run)
+            y, state = run_late_queries(inputs, initial_state, return_state, by_scores, run)
         elif cu_seqlens is None:
-            y, state = run(sequence, initial_state)
-        elif not with_states and backend_for(sequence, False, form, chunk_size, backend) == "triton":
-            y, state = run(sequence, None, cu_seqlens=cu_seqlens)
+            y, state = run(inputs, initial_state)
+        elif not with_states and backend_for(inputs, False, form, chunk_size, backend) == "triton":
+            y, state = run(inputs, None, cu_seqlens=cu_seqlens)
         else:
-            y, state = run_documents(sequence, document_offsets(cu_seqlens, q.shape[1]), initial_state, run)
+            y, state = run_documents(inputs, document_offsets(cu_seqlens, q.shape[1]), initial_state, run)
     if not return_state:
         return y
     assert state is not None
@@ -171,7 +172,7 @@ def attention(
 
 
 def _run(
-    sequence: Sequence,
+    inputs: Inputs,
     initial_state: State | None,
     return_state: bool,
     form: Form,
@@ -188,196 +189,196 @@ def _run(
         cu_seqlens: offsets of packed documents, only on Triton and without a state at either end; or None.
         the rest: as in `attention`.
     """
-    if sequence.length == 0:
-        return _run_nothing(sequence, initial_state, return_state)
-    needs_grad = sequence.needs_grad or (
+    if inputs.length == 0:
+        return _run_nothing(inputs, initial_state, return_state)
+    needs_grad = inputs.needs_grad or (
         torch.is_grad_enabled() and initial_state is not None and initial_state.requires_grad
     )
-    step = sequence.length == 1 and initial_state is not None and not needs_grad
-    if backend_for(sequence, step, form, chunk_size, backend) == "torch":
-        run = run_portable if is_known(sequence.batch) and is_known(sequence.length) else run_open_length
-        return run(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+    step = inputs.length == 1 and initial_state is not None and not needs_grad
+    if backend_for(inputs, step, form, chunk_size, backend) == "torch":
+        run = run_portable if is_known(inputs.batch) and is_known(inputs.length) else run_open_length
+        return run(inputs, initial_state, return_state, form, chunk_size, needs_grad)
 
     start = None if initial_state is None else initial_state.phase
     if step and initial_state is not None:
         from sympow.kernels.decode.op import fused_decode
 
         y, kv, normalizer, phase = fused_decode(
-            *sequence.one_token(),
+            *inputs.one_token(),
             initial_state.kv.to(torch.float32).contiguous(),
             initial_state.normalizer.to(torch.float32).contiguous(),
             None if start is None else start.contiguous(),
-            feature_indices(sequence.key_dim, sequence.power, sequence.q.device),
-            multinomial_weights(sequence.key_dim, sequence.power, torch.float32, sequence.q.device),
+            feature_indices(inputs.key_dim, inputs.power, inputs.q.device),
+            multinomial_weights(inputs.key_dim, inputs.power, torch.float32, inputs.q.device),
         )
-        return y.unsqueeze(1), _state_after(sequence, kv, normalizer, phase) if return_state else None
+        return y.unsqueeze(1), _state_after(inputs, kv, normalizer, phase) if return_state else None
 
     from sympow.kernels.attention.op import fused_attention, query_scales
     from sympow.kernels.common import close_gates, locate
     from sympow.kernels.rotary import fused_rotation
+    from sympow.kernels.states.full_state import from_full, to_full
 
-    documents = None if cu_seqlens is None else locate(cu_seqlens.to(sequence.q.device), sequence.length)
+    documents = None if cu_seqlens is None else locate(cu_seqlens.to(inputs.q.device), inputs.length)
     with_states = initial_state is not None or return_state
-    chunk = kernel_chunk(sequence, form, chunk_size, with_states)
+    chunk = kernel_chunk(inputs, form, chunk_size, with_states)
     # With p = 2 the chunked kernels take states in and out. Otherwise `_add_past` adds what states contribute.
-    carries_states = chunk > 0 and sequence.power == 2 and not sequence.vector_gate
+    carries_states = chunk > 0 and inputs.power == 2 and not inputs.vector_gate
     if carries_states and not needs_grad and documents is None:
-        segment = quadratic_segment(sequence, chunk, return_state)
-        if segment < sequence.length:
-            return _run_in_segments(sequence, initial_state, return_state, segment, chunk)
-    rotated = sequence
-    if sequence.theta is not None:
-        q, k = fused_rotation(
-            sequence.q, sequence.k, sequence.beta, sequence.theta, start, documents, relative=not with_states
-        )
-        rotated = replace(sequence, q=q, k=k)
-    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
+        segment = quadratic_segment(inputs, chunk, return_state)
+        if segment < inputs.length:
+            return _run_in_segments(inputs, initial_state, return_state, segment, chunk)
+    rotated = inputs
+    if inputs.theta is not None:
+        q, k = fused_rotation(inputs.q, inputs.k, inputs.beta, inputs.theta, start, documents, relative=not with_states)
+        rotated = replace(inputs, q=q, k=k)
+    log_gamma = None if inputs.log_gamma is None else inputs.log_gamma.to(torch.float32)
     if documents is not None:
-        log_gamma = close_gates(log_gamma, documents, sequence.key_heads)
+        log_gamma = close_gates(log_gamma, documents, inputs.key_heads)
     rotated = replace(rotated, log_gamma=log_gamma)
 
-    dim = padded_dim(sequence)
+    dim = padded_dim(inputs)
     full_state: tuple[Tensor | None, Tensor | None] = (None, None)
     if carries_states and initial_state is not None:
         kv, normalizer = initial_state.kv.to(torch.float32), initial_state.normalizer.to(torch.float32)
-        full_state = to_full(kv, normalizer, sequence.key_dim, dim)
+        full_state = to_full(kv, normalizer, inputs.key_dim, dim)
     padded = (_padded(x, dim) for x in (rotated.q, rotated.k, rotated.v))
-    if sequence.vector_gate:
+    if inputs.vector_gate:
         from sympow.kernels.pair_gates.op import fused_pair_attention
 
         assert log_gamma is not None
-        y, weight, *_ = fused_pair_attention(
-            *padded, log_gamma, *(documents or (None, None)), sequence.power, chunk, needs_grad
+        y, denominator, *_ = fused_pair_attention(
+            *padded, log_gamma, *(documents or (None, None)), inputs.power, chunk, needs_grad
         )
         # Between chunks it passes states itself.
         chunk = 0
     else:
-        y, weight, kv, normalizer, *_ = fused_attention(
+        y, denominator, kv, normalizer, *_ = fused_attention(
             *padded,
             log_gamma,
             *(documents or (None, None)),
             *full_state,
-            sequence.power,
+            inputs.power,
             chunk,
-            sequence.key_dim,
+            inputs.key_dim,
             carries_states,
             needs_grad,
             carries_states and return_state,
         )
-    y = y[..., : sequence.value_dim]
+    y = y[..., : inputs.value_dim]
     if not carries_states and (chunk or initial_state is not None):
-        # The scale of the weights. It is a constant to autograd, since y does not depend on it.
+        # The scale of the denominators. It is a constant to autograd, since y does not depend on it.
         scale = query_scales(_padded(rotated.q, dim).detach()).transpose(1, 2).unsqueeze(-1).to(rotated.q.dtype)
         scaled = replace(rotated, q=rotated.q * scale)
-        past = None
+        earlier = None
         if chunk:
             from sympow.kernels.states.quartic_op import past_attention
 
-            past = past_attention(*_padded_for_states(scaled), log_gamma, sequence.power, chunk)
-        y = _add_past(scaled, y, weight, past, initial_state)
+            earlier = past_attention(*_padded_for_states(scaled), log_gamma, inputs.power, chunk)
+        y = _add_past(scaled, y, denominator, earlier, initial_state)
     if not return_state:
         return y, None
     if carries_states:
-        kv, normalizer = from_full(kv, normalizer, sequence.key_dim, sequence.value_dim)
+        kv, normalizer = from_full(kv, normalizer, inputs.key_dim, inputs.value_dim)
     else:
         kv, normalizer = _fold(rotated, initial_state)
     phase = None
-    if sequence.theta is not None:
-        phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
-    return y, _state_after(sequence, kv, normalizer, phase)
+    if inputs.theta is not None:
+        phase = phase_after(inputs.theta, inputs.beta, start, inputs.length, inputs.batch, inputs.key_heads)
+    return y, _state_after(inputs, kv, normalizer, phase)
 
 
 def _run_in_segments(
-    sequence: Sequence, initial_state: State | None, return_state: bool, segment: int, chunk: int
+    inputs: Inputs, initial_state: State | None, return_state: bool, segment: int, chunk: int
 ) -> tuple[Tensor, State | None]:
     """As `_run` in the chunked form on the kernels, segment by segment, each from the state after the one before."""
-    y = sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
+    y = inputs.q.new_empty(*inputs.q.shape[:3], inputs.value_dim)
     state = initial_state
-    for start in range(0, sequence.length, segment):
-        part = sequence[start : start + segment]
-        more = start + segment < sequence.length
+    for start in range(0, inputs.length, segment):
+        part = inputs[start : start + segment]
+        more = start + segment < inputs.length
         y[:, start : start + segment], state = _run(part, state, return_state or more, "chunked", chunk, "triton")
     return y, state
 
 
-def _state_after(sequence: Sequence, kv: Tensor, normalizer: Tensor, phase: Tensor | None) -> State:
-    phase = phase if sequence.rotated else None
-    return State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim)
+def _state_after(inputs: Inputs, kv: Tensor, normalizer: Tensor, phase: Tensor | None) -> State:
+    phase = phase if inputs.rotated else None
+    return State(kv, normalizer, phase, power=inputs.power, key_dim=inputs.key_dim)
 
 
-def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
+def _run_nothing(inputs: Inputs, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
     """An empty output for no tokens, and the unchanged state."""
     # From q, so that the output stays connected to the autograd graph.
-    y = sequence.q[..., :1].expand(*sequence.q.shape[:3], sequence.value_dim).clone()
+    y = inputs.q[..., :1].expand(*inputs.q.shape[:3], inputs.value_dim).clone()
     if not return_state:
         return y, None
     if initial_state is None:
         initial_state = State.zeros(
-            sequence.batch,
-            sequence.key_heads,
-            sequence.key_dim,
-            sequence.value_dim,
-            sequence.power,
-            rotated=sequence.rotated,
-            dtype=sequence.compute_dtype,
-            device=sequence.q.device,
+            inputs.batch,
+            inputs.key_heads,
+            inputs.key_dim,
+            inputs.value_dim,
+            inputs.power,
+            rotated=inputs.rotated,
+            dtype=inputs.compute_dtype,
+            device=inputs.q.device,
         )
     return y, initial_state
 
 
 def _add_past(
-    sequence: Sequence, y: Tensor, weight: Tensor, past: tuple[Tensor, Tensor, Tensor] | None, state: State | None
+    inputs: Inputs,
+    y: Tensor,
+    denominator: Tensor,
+    earlier: tuple[Tensor, Tensor, Tensor] | None,
+    state: State | None,
 ) -> Tensor:
     """y of the attention form (b, t, h, e), with what earlier chunks and a given state add to it.
 
     Args:
-        sequence: with rotated queries and keys, queries scaled by `query_scales`, and gates in float32.
+        inputs: with rotated queries and keys, queries scaled by `query_scales`, and gates in float32.
         y: the output of each token from its own chunk alone.
-        weight: the sums of its weights, (b, h, t) float32.
-        past: what `past_attention` returned for earlier chunks (p = 4); None: there is one chunk.
+        denominator: Σ_j B_ij of its own chunk, (b, h, t) float32.
+        earlier: what `past_attention` returned for earlier chunks (p = 4); None: there is one chunk.
         state: the state before the first token, or None.
     """
-    weights = weight.unflatten(1, (sequence.key_heads, sequence.group))
-    sums = Sums(_by_head(y, sequence) * weights.unsqueeze(-1), weights)
-    if past is not None:
-        by_group = past[1].unflatten(1, (sequence.key_heads, sequence.group))
-        sums = sums.plus(Sums(_by_head(past[0][..., : sequence.value_dim], sequence), by_group))
+    by_group = denominator.unflatten(1, (inputs.key_heads, inputs.group))
+    sums = Sums(_by_head(y, inputs) * by_group.unsqueeze(-1), by_group)
+    if earlier is not None:
+        by_group = earlier[1].unflatten(1, (inputs.key_heads, inputs.group))
+        sums = sums.plus(Sums(_by_head(earlier[0][..., : inputs.value_dim], inputs), by_group))
     if state is not None:
         kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
-        queries = _by_head(sequence.q.to(torch.float32), sequence)
-        sums = sums.plus(query_state(queries, _decay(sequence), kv, normalizer, sequence.power))
+        queries = _by_head(inputs.q.to(torch.float32), inputs)
+        sums = sums.plus(query_state(queries, _decay(inputs), kv, normalizer, inputs.power))
     return divide(sums.numerator, sums.denominator, y.dtype)
 
 
-def _padded_for_states(sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with zeros up to the next head dims that the state kernels of p = 4 support."""
-    from sympow.kernels.states.quartic_op import DIMS, VALUE_DIMS
-
-    dim = next(size for size in DIMS if size >= sequence.key_dim)
-    value_dim = next(size for size in VALUE_DIMS if size >= sequence.value_dim)
-    return _padded(sequence.q, dim), _padded(sequence.k, dim), _padded(sequence.v, value_dim)
+def _padded_for_states(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as the state kernels of p = 4 take them."""
+    dim, value_dim = padded_quartic_dims(inputs)
+    return _padded(inputs.q, dim), _padded(inputs.k, dim), _padded(inputs.v, value_dim)
 
 
-def _fold(sequence: Sequence, state: State | None) -> tuple[Tensor, Tensor]:
+def _fold(inputs: Inputs, state: State | None) -> tuple[Tensor, Tensor]:
     """S and Z after the last token: rotated keys and their values folded into the state in plain PyTorch."""
-    keys, values = (x.to(torch.float32).transpose(1, 2) for x in (sequence.k, sequence.v))
+    keys, values = (x.to(torch.float32).transpose(1, 2) for x in (inputs.k, inputs.v))
     kv = None if state is None else state.kv.to(torch.float32)
     normalizer = None if state is None else state.normalizer.to(torch.float32)
     # Not in place, since the given state belongs to the caller.
-    return update_state(keys, values, _decay(sequence), kv, normalizer, sequence.power, in_place=False)
+    return update_state(keys, values, _decay(inputs), kv, normalizer, inputs.power, in_place=False)
 
 
-def _decay(sequence: Sequence) -> Tensor:
+def _decay(inputs: Inputs) -> Tensor:
     """Running sums of log γ^(1/p), zero without gates: (b, h_kv, t, 1) float64."""
-    if sequence.log_gamma is None:
-        shape = (sequence.batch, sequence.key_heads, sequence.length, 1)
-        return torch.zeros(shape, dtype=torch.float64, device=sequence.q.device)
-    return log_gate_root(sequence.log_gamma, sequence.power).cumsum(2)
+    if inputs.log_gamma is None:
+        shape = (inputs.batch, inputs.key_heads, inputs.length, 1)
+        return torch.zeros(shape, dtype=torch.float64, device=inputs.q.device)
+    return log_gate_root(inputs.log_gamma, inputs.power).cumsum(2)
 
 
-def _by_head(x: Tensor, sequence: Sequence) -> Tensor:
+def _by_head(x: Tensor, inputs: Inputs) -> Tensor:
     """(b, t, h, n) → (b, h_kv, g, t, n)."""
-    return x.unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4)
+    return x.unflatten(2, (inputs.key_heads, inputs.group)).permute(0, 2, 3, 1, 4)
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:

@@ -15,9 +15,9 @@ from sympow.checks import check_choice, check_positive, check_row
 from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
+from sympow.ops.inputs import Inputs
 from sympow.ops.numerics import without_autocast
-from sympow.ops.rotation import rotate_sequence
-from sympow.ops.sequence import Sequence
+from sympow.ops.rotation import rotate_inputs
 from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
 from sympow.ops.validation import check_tensors
 from sympow.settings import BACKENDS
@@ -198,24 +198,24 @@ class KeyValueCache(TensorRecord):
                 raise UserError(f"{name}: the cache was made {made} it, but is used {used}")
         if log_gamma is not None and log_gamma.ndim == 4:
             log_gamma = log_gamma.mean(-1)
-        sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
-        if sequence.needs_grad:
+        inputs = Inputs(q, k, v, log_gamma, beta, theta, power=1)
+        if inputs.needs_grad:
             raise UserError("the inputs of a cache's step must not require gradients: steps are not differentiable")
-        fused = softmax_step_backend(backend, sequence) == "triton"
+        fused = softmax_step_backend(backend, inputs) == "triton"
         self.tokens = min(self.tokens + 1, self.capacity)
         with torch.no_grad(), without_autocast(q.device):
-            return self._fused_step(sequence) if fused else self._portable_step(sequence, backend)
+            return self._fused_step(inputs) if fused else self._portable_step(inputs, backend)
 
-    def _fused_step(self, sequence: Sequence) -> Tensor:
+    def _fused_step(self, inputs: Inputs) -> Tensor:
         from sympow.kernels.decode.op import fused_softmax_step
         from sympow.kernels.decode.softmax_step import softmax_workspace
 
         if self.workspace is None:
-            sequences = sequence.batch * sequence.key_heads
-            length = softmax_workspace(sequences, sequence.group, sequence.value_dim, self.capacity)
+            sequences = inputs.batch * inputs.key_heads
+            length = softmax_workspace(sequences, inputs.group, inputs.value_dim, self.capacity)
             self.workspace = self.keys.new_empty(length, dtype=torch.float32)
         y: Tensor = fused_softmax_step(
-            *sequence.one_token(),
+            *inputs.one_token(),
             self.keys,
             self.values,
             self.decay,
@@ -226,18 +226,18 @@ class KeyValueCache(TensorRecord):
         )
         return y.unsqueeze(1)
 
-    def _portable_step(self, sequence: Sequence, backend: str) -> Tensor:
-        q, k, phase = rotate_sequence(sequence, self.phase, backend=backend)
+    def _portable_step(self, inputs: Inputs, backend: str) -> Tensor:
+        q, k, phase = rotate_inputs(inputs, self.phase, backend=backend)
         full = (self.count >= self.capacity).unsqueeze(-1)  # (b, n, 1)
         if phase is not None and self.phase is not None:
             self.phase.copy_(torch.where(full, self.phase, phase))
         place = self.count.long().clamp(max=self.capacity - 1).unsqueeze(-1)  # (b, n, 1)
         total = None
-        if self.decay is not None and sequence.log_gamma is not None:
+        if self.decay is not None and inputs.log_gamma is not None:
             so_far = self.decay.gather(2, (place - 1).clamp(min=0)) * (place > 0)
-            total = so_far + sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).transpose(1, 2)
+            total = so_far + inputs.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).transpose(1, 2)
             _write(self.decay, place, total, full)
-        for held, new in ((self.keys, k), (self.values, sequence.v)):
+        for held, new in ((self.keys, k), (self.values, inputs.v)):
             _write(held, place.unsqueeze(-1).expand(-1, -1, -1, held.shape[-1]), new.transpose(1, 2), full[..., None])
         self.count.add_(1).clamp_(max=self.capacity)
         filled = self.capacity if self.count.is_cuda else int(self.count.max())
@@ -247,16 +247,16 @@ class KeyValueCache(TensorRecord):
             between = total - self.decay[:, :, :filled]
             hidden = hidden | (between <= CLOSED_GATE)
             bias = between.to(q.dtype)
-        bias = bias.masked_fill(hidden, float("-inf")).repeat_interleave(sequence.group, dim=1)
+        bias = bias.masked_fill(hidden, float("-inf")).repeat_interleave(inputs.group, dim=1)
         y = scaled_dot_product_attention(
             q.transpose(1, 2),
             self.keys[:, :, :filled],
             self.values[:, :, :filled],
             attn_mask=bias.unsqueeze(2),
-            enable_gqa=sequence.group > 1,
+            enable_gqa=inputs.group > 1,
         )
         # A token beyond the capacity must not go unnoticed.
-        full = full.repeat_interleave(sequence.group, dim=1).unsqueeze(-1)
+        full = full.repeat_interleave(inputs.group, dim=1).unsqueeze(-1)
         return y.masked_fill(full, float("nan")).transpose(1, 2)
 
 

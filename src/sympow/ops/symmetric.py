@@ -116,39 +116,6 @@ def _check_floating(name: str, tensor: Tensor) -> None:
         )
 
 
-def to_full(kv: Tensor, normalizer: Tensor, key_dim: int, dim: int) -> tuple[Tensor, Tensor]:
-    """S and Z of p = 2 with all products k_i k_a instead of the symmetric ones, as the chunked kernels hold them.
-
-    S (b, h, D, e) → (b, h, dim, dim, dim) as (i, value, a), and Z (b, h, D) → (b, h, dim, dim), both padded with zeros.
-    """
-    first, second = _index_pairs(key_dim, kv.device)
-    number = torch.zeros(key_dim, key_dim, dtype=torch.long, device=kv.device)
-    number[first, second] = number[second, first] = torch.arange(len(first), device=kv.device)
-    scale = torch.full((key_dim, key_dim), math.sqrt(0.5), device=kv.device).fill_diagonal_(1.0)
-    beyond = dim - key_dim
-    full = (kv[:, :, number] * scale.unsqueeze(-1)).transpose(-1, -2)
-    full = torch.nn.functional.pad(full, (0, beyond, 0, dim - kv.shape[-1], 0, beyond))
-    return full.contiguous(), torch.nn.functional.pad(
-        normalizer[:, :, number] * scale, (0, beyond, 0, beyond)
-    ).contiguous()
-
-
-def from_full(kv: Tensor, normalizer: Tensor, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `to_full`: S (b, h, D, e) and Z (b, h, D)."""
-    first, second = _index_pairs(key_dim, kv.device)
-    # The mean of both places, so that gradients are as symmetric as the kernels expect them to be.
-    scale = torch.where(first == second, 0.5, math.sqrt(0.5))
-    features_last = kv[:, :, :, :value_dim].transpose(-1, -2)
-    both = features_last[:, :, first, second] + features_last[:, :, second, first]
-    both_normalizers = normalizer[:, :, first, second] + normalizer[:, :, second, first]
-    return both * scale.unsqueeze(-1), both_normalizers * scale
-
-
-def _index_pairs(key_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    first, second = feature_indices(key_dim, 2, device).long().unbind(1)
-    return first, second
-
-
 def even_power(x: Tensor, power: int) -> Tensor:
     """x^power for an even power, by multiplication alone: faster than `pow`, and finite in its gradient at 0."""
     square = x * x

@@ -34,10 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from sympow.checks import check_bool
 from sympow.errors import ArgumentError
 from sympow.ops import interface as operator
+from sympow.ops.inputs import Inputs
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
-from sympow.ops.rotation import rotate_sequence
-from sympow.ops.sequence import Sequence
+from sympow.ops.rotation import rotate_inputs
 from sympow.ops.state import State
 from sympow.ops.torch import softmax
 from sympow.ops.torch.forms import fold
@@ -133,35 +133,35 @@ def attention(
     alone = isinstance(shards, Shards) and shards.size == 1 and shards.cu_seqlens is None
     if alone and not torch.compiler.is_compiling():
         return operator.attention(q, k, v, power, log_gamma, beta, theta, None, **states, **execution)
-    return _attention_on_shards(Sequence(q, k, v, log_gamma, beta, theta, power), shards, states, execution)
+    return _attention_on_shards(Inputs(q, k, v, log_gamma, beta, theta, power), shards, states, execution)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention_on_shards(
-    sequence: Sequence,
+    inputs: Inputs,
     shards: Shards | dist.ProcessGroup | DeviceMesh,
     states: dict[str, Any],
     execution: dict[str, Any],
 ) -> Tensor | tuple[Tensor, State]:
     """`attention`, its arguments not yet checked."""
-    q, k, v, power, theta = sequence.q, sequence.k, sequence.v, sequence.power, sequence.theta
+    q, k, v, power, theta = inputs.q, inputs.k, inputs.v, inputs.power, inputs.theta
     initial_state, return_state = states["initial_state"], states["return_state"]
     shards = as_shards(shards, q.shape[1])
     if shards.cu_seqlens is not None and (initial_state is not None or return_state):
         raise ArgumentError("initial_state", "and return_state cannot be combined with shards of packed documents")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
-        return operator.attention(**_arguments(sequence), cu_seqlens=documents, **states, **execution)
+        return operator.attention(**_arguments(inputs), cu_seqlens=documents, **states, **execution)
     check_power(power)
     check_bool("return_state", return_state)
-    check_tensors(q, k, v, sequence.log_gamma, sequence.beta, theta)
+    check_tensors(q, k, v, inputs.log_gamma, inputs.beta, theta)
     shards.check_length("q", q.shape[1])
     if shards.cu_seqlens is not None and q.shape[0] != 1:
         raise ArgumentError("cu_seqlens", f"packs documents into one row, so the batch must be 1; got {q.shape[0]}")
     if initial_state is not None:
         check_state(initial_state, q, k, v, power, theta is not None, None)
     with without_autocast(q.device):
-        y, state = _Call(sequence, shards, initial_state, return_state, execution).run()
+        y, state = _Call(inputs, shards, initial_state, return_state, execution).run()
     if not return_state:
         return y
     assert state is not None
@@ -172,7 +172,7 @@ def _attention_on_shards(
 class _Call:
     """One call on more than one rank."""
 
-    sequence: Sequence
+    inputs: Inputs
     shards: Shards
     initial_state: State | None
     return_state: bool
@@ -190,22 +190,22 @@ class _Call:
     @cached_property
     def anchor(self) -> Tensor:
         """A tensor that requires a gradient if any tensor of the call does, on whichever rank it is used."""
-        members = [*_arguments(self.sequence).values()]
+        members = [*_arguments(self.inputs).values()]
         if self.initial_state is not None:
             members += self.initial_state._tensors().values()
-        return next((x for x in members if isinstance(x, Tensor) and x.requires_grad), self.sequence.k)
+        return next((x for x in members if isinstance(x, Tensor) and x.requires_grad), self.inputs.k)
 
     @cached_property
     def halves(self) -> list[Half]:
-        return halves_of(self.sequence.batch, self.sequence.key_heads)
+        return halves_of(self.inputs.batch, self.inputs.key_heads)
 
     def run(self) -> tuple[Tensor, State | None]:
         """y of this rank's tokens, and the state after the whole sequence if `return_state`."""
         phase = self._phase()
         plain = self.initial_state is None and not self.return_state
-        if plain and runs_fused(self.sequence, self.shard, **self.execution):
+        if plain and runs_fused(self.inputs, self.shard, **self.execution):
             # Kernels wrap angles themselves.
-            rotated, size = rotate_shard(self.sequence, phase), self.execution["chunk_size"]
+            rotated, size = rotate_shard(self.inputs, phase), self.execution["chunk_size"]
             return fused_shard_attention(rotated, self.shard, self.shards, self.halves, size), None
         phase = None if phase is None else wrap_angle(phase)
         outputs, states = zip(*(end() for end in self._start(phase)), strict=True)
@@ -220,14 +220,14 @@ class _Call:
 
     def _phase(self) -> Tensor | None:
         """μ before this rank's first token, not wrapped, (b, h_kv, d/2) float64; None without rotation."""
-        sequence, theta, shard = self.sequence, self.sequence.theta, self.shard
+        inputs, theta, shard = self.inputs, self.inputs.theta, self.shard
         if theta is None:
             return None
-        if sequence.beta is None:
+        if inputs.beta is None:
             before = None if self.initial_state is None else self.initial_state.phase
-            phase = unwrapped_phase_after(theta, None, before, shard.before)
-            return phase.expand(sequence.batch, sequence.key_heads, -1)
-        beta = sequence.beta[:, shard.last]
+            phase = unwrapped_phase_after(theta, None, before, shard.tokens_before)
+            return phase.expand(inputs.batch, inputs.key_heads, -1)
+        beta = inputs.beta[:, shard.last]
         own = None if self.own_start is None else self.own_start.phase
         advanced = unwrapped_phase_after(theta, beta, own, beta.shape[1])
         phase = sum_before(self.anchor, advanced, self.shards, preceded=self.initial_state is not None)
@@ -241,16 +241,16 @@ class _Call:
         """
         return [
             self._start_half(inputs, half, None if phase is None else half.heads(phase))
-            for inputs, half in zip(split(self.sequence, self.halves), self.halves, strict=True)
+            for inputs, half in zip(split(self.inputs, self.halves), self.halves, strict=True)
         ]
 
     def _start_half(
-        self, inputs: Sequence, half: Half, phase: Tensor | None
+        self, inputs: Inputs, half: Half, phase: Tensor | None
     ) -> Callable[[], tuple[Tensor, State | None]]:
         scan = self._fold(inputs, half, phase)
         return lambda: self._finish(inputs, half, phase, scan)
 
-    def _fold(self, inputs: Sequence, half: Half, phase: Tensor | None) -> StateScan:
+    def _fold(self, inputs: Inputs, half: Half, phase: Tensor | None) -> StateScan:
         shard, state = self.shard, half.state(self.own_start)
         last = inputs[shard.last]
         if not shard.continues_later or (last.length == 0 and state is None):
@@ -262,9 +262,7 @@ class _Call:
         log_decay = passing_decay(inputs, shard, self.shards)
         return StateScan(self.anchor, state.kv, state.normalizer, log_decay, inputs.power, self.shards)
 
-    def _finish(
-        self, inputs: Sequence, half: Half, phase: Tensor | None, scan: StateScan
-    ) -> tuple[Tensor, State | None]:
+    def _finish(self, inputs: Inputs, half: Half, phase: Tensor | None, scan: StateScan) -> tuple[Tensor, State | None]:
         """Outputs of this rank's tokens; with `return_state` also the state after them, used only on the last rank."""
         kv, normalizer = scan.wait()
         incoming = State(kv, normalizer, phase, power=inputs.power, key_dim=inputs.key_dim)
@@ -303,18 +301,18 @@ class _Call:
         )
         phases = [state.phase for state in known if state.phase is not None]
         phase = from_last(torch.cat(phases, dim=dim), self.shards) if phases else None
-        return State(kv, normalizer, phase, power=self.sequence.power, key_dim=self.sequence.key_dim)
+        return State(kv, normalizer, phase, power=self.inputs.power, key_dim=self.inputs.key_dim)
 
 
-def _zero_state(sequence: Sequence) -> State:
+def _zero_state(inputs: Inputs) -> State:
     """The state of no tokens; without a phase, which is not used."""
-    shape = (sequence.batch, sequence.key_heads, symmetric_dim(sequence.key_dim, sequence.power))
-    kv = sequence.k.new_zeros(*shape, sequence.value_dim, dtype=sequence.compute_dtype)
-    return State(kv, kv.new_zeros(shape), None, power=sequence.power, key_dim=sequence.key_dim)
+    shape = (inputs.batch, inputs.key_heads, symmetric_dim(inputs.key_dim, inputs.power))
+    kv = inputs.k.new_zeros(*shape, inputs.value_dim, dtype=inputs.compute_dtype)
+    return State(kv, kv.new_zeros(shape), None, power=inputs.power, key_dim=inputs.key_dim)
 
 
-def _arguments(sequence: Sequence) -> dict[str, Any]:
-    return {field.name: getattr(sequence, field.name) for field in fields(sequence)}
+def _arguments(inputs: Inputs) -> dict[str, Any]:
+    return {field.name: getattr(inputs, field.name) for field in fields(inputs)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -355,13 +353,13 @@ def softmax_attention(
     k, v = along_time(k, shards), along_time(v, shards)
     log_gamma, beta = (None if x is None else along_time(x, shards) for x in (log_gamma, beta))
     # Keys in place of queries, of which a rank needs only its own.
-    everything = Sequence(k, k, v, log_gamma, beta, theta, power=1)
+    everything = Inputs(k, k, v, log_gamma, beta, theta, power=1)
     shard, outputs = shards.shard(), []
     for number, (begin, end) in enumerate(pairwise(shard.offsets)):
         start, stop = shards.start + begin, shards.start + end
         past = None
         if number == 0 and shard.continues:
-            past = _cache(everything[start - shard.before : start])
+            past = _cache(everything[start - shard.tokens_before : start])
         own = everything[start:stop]
         outputs.append(
             softmax.softmax_attention(q[:, begin:end], own.k, own.v, own.log_gamma, own.beta, theta, initial_state=past)
@@ -370,10 +368,10 @@ def softmax_attention(
     return attach(torch.cat(outputs, dim=1), *gathered)
 
 
-def _cache(past: Sequence) -> KeyValueState:
+def _cache(inputs: Inputs) -> KeyValueState:
     """The key-value cache of these tokens."""
-    _, k, phase = rotate_sequence(past, None)
+    _, k, phase = rotate_inputs(inputs, None)
     decay = None
-    if past.log_gamma is not None:
-        decay = past.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)
-    return KeyValueState(k, past.v, decay, phase)
+    if inputs.log_gamma is not None:
+        decay = inputs.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)
+    return KeyValueState(k, inputs.v, decay, phase)

@@ -9,7 +9,7 @@ on a message is computed for both at once, and each half writes to its slice of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sympow.ops.dispatch import backend_for, quadratic_chunk, shard_unsupported_reason
-from sympow.ops.sequence import Sequence
+from sympow.ops.inputs import Inputs
 from sympow.parallel.collectives import start_gather
 from sympow.parallel.overlap import Half
 from sympow.parallel.scan import Carried, RoundsScan, chosen_exchange
@@ -28,17 +28,18 @@ from sympow.settings import Backend, Form, symmetric_dim
 if TYPE_CHECKING:
     from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
     from sympow.kernels.running_sums import Gates
-    from sympow.kernels.states.quadratic import ChunkStates, FullState
+    from sympow.kernels.states.full_state import FullState
+    from sympow.kernels.states.quadratic import ChunkStates
 
 
-def runs_fused(sequence: Sequence, own: Shard, form: Form, backend: Backend, chunk_size: int | None) -> bool:
+def runs_fused(inputs: Inputs, own: Shard, form: Form, backend: Backend, chunk_size: int | None) -> bool:
     """Whether the fused kernels compute a shard: it is one slice of one document, and they support the call."""
-    if len(own.offsets) != 2 or shard_unsupported_reason(sequence, form) is not None:
+    if len(own.offsets) != 2 or shard_unsupported_reason(inputs, form) is not None:
         return False
-    return backend_for(sequence, False, form, chunk_size, backend) == "triton"
+    return backend_for(inputs, False, form, chunk_size, backend) == "triton"
 
 
-def rotate_shard(sequence: Sequence, phase: Tensor | None) -> Sequence:
+def rotate_shard(inputs: Inputs, phase: Tensor | None) -> Inputs:
     """The sequence with queries and keys rotated, and without beta and theta.
 
     Args:
@@ -46,23 +47,23 @@ def rotate_shard(sequence: Sequence, phase: Tensor | None) -> Sequence:
     """
     from sympow.kernels.rotary import fused_rotation
 
-    if sequence.theta is None:
-        return sequence
-    q, k = fused_rotation(sequence.q, sequence.k, sequence.beta, sequence.theta, phase)
-    return replace(sequence, q=q, k=k, beta=None, theta=None)
+    if inputs.theta is None:
+        return inputs
+    q, k = fused_rotation(inputs.q, inputs.k, inputs.beta, inputs.theta, phase)
+    return replace(inputs, q=q, k=k, beta=None, theta=None)
 
 
 def fused_shard_attention(
-    sequence: Sequence, own: Shard, shards: Shards, halves: list[Half], chunk_size: int | None
+    inputs: Inputs, own: Shard, shards: Shards, halves: list[Half], chunk_size: int | None
 ) -> Tensor:
     """y (b, t, h, e) of this rank's tokens, whose queries and keys are rotated."""
     from sympow.kernels.attention.shard import Plan
 
-    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
-    chunk = quadratic_chunk(sequence.length, chunk_size)
-    plan = Plan(chunk, initial=own.continues, final=own.continues_later)
-    call = _Call(plan, own.passes, shards, halves, sequence.group, sequence.needs_grad)
-    return _Attend.apply(call, sequence.q, sequence.k, sequence.v, log_gamma)
+    log_gamma = None if inputs.log_gamma is None else inputs.log_gamma.to(torch.float32)
+    chunk = quadratic_chunk(inputs.length, chunk_size)
+    plan = Plan(chunk, initial=own.continues, return_state=own.continues_later)
+    call = _Call(plan, own.passes, shards, halves, inputs.group, inputs.needs_grad)
+    return _Attend.apply(call, inputs.q, inputs.k, inputs.v, log_gamma)
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,14 @@ class _Exchange:
         self, message: Tensor, shape: tuple[int, int, int, int], decays: bool, shards: Shards, reverse: bool
     ) -> None:
         batch, heads, dim, value_dim = shape
-        features = (batch, heads, symmetric_dim(dim, 2))
-        count = math.prod(features)
         self._message, self._shape, self._decays = message, shape, decays
         self._shards, self._reverse = shards, reverse
         self._rounds: RoundsScan | None = None
-        if chosen_exchange(count * (value_dim + 1) * message.itemsize, shards) == "gather":
+        own = Carried.unpack(message, (batch, heads, symmetric_dim(dim, 2), value_dim), 2)
+        if chosen_exchange(own, shards) == "gather":
             self._all, self._work = start_gather(message, shards.group)
-            return
-        kv, normalizer, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
-        log_decay = rest.view(torch.float64).view(batch, heads, 1) if decays else None
-        own = Carried(kv.view(*features, value_dim), normalizer.view(features), log_decay, 2)
-        self._rounds = RoundsScan(own, shards, reverse)
+        else:
+            self._rounds = RoundsScan(own, shards, reverse)
 
     def receive(self, wanted: bool) -> FullState | None:
         """The combined state of the ranks before this one, or in reverse the gradient of those after it, if wanted."""
@@ -182,17 +179,17 @@ class _Attend(torch.autograd.Function):
         # The last half first, in the order of autograd on ranks that do not run the fused kernels.
         for half, half_states in reversed(list(zip(call.halves, states, strict=True))):
             own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
-            half_rows, past = _rows_of(rows, half, group), half.heads(out.past, group)
-            folded = shard.fold_gradient(half_rows, own[0], own[2], past, plan)
+            half_rows, state_share = _rows_of(rows, half, group), half.heads(out.state_share, group)
+            folded = shard.fold_gradient(half_rows, own[0], own[2], state_share, plan)
             exchange = call.send(folded.end, *own, reverse=True)
-            in_flight.append((half, (half_rows, *own, half_states), past, folded.chunks, exchange))
+            in_flight.append((half, (half_rows, *own, half_states), state_share, folded.chunks, exchange))
         crossings = []
         while in_flight:
-            half, known, past, chunks, exchange = in_flight.pop(0)
+            half, known, state_share, chunks, exchange = in_flight.pop(0)
             half_gradients = _gradients_of(gradients, half, group)
             # While messages are in flight.
-            shard.query_gradient(*known, past, half_gradients)
-            d_final = exchange.receive(plan.final)
+            shard.query_gradient(*known, state_share, half_gradients)
+            d_final = exchange.receive(plan.return_state)
             crossings.append(shard.key_gradient(*known, chunks, d_final, half_gradients))
         d_log_gamma = None
         if gates is not None:
@@ -211,7 +208,7 @@ def _gates_of(gates: Gates | None, half: Half) -> Gates | None:
 
 
 def _outputs_of(out: Outputs, half: Half, group: int) -> Outputs:
-    return type(out)(half.tokens(out.y, group), half.heads(out.weight, group), half.heads(out.past, group))
+    return type(out)(half.tokens(out.y, group), half.heads(out.denominator, group), half.heads(out.state_share, group))
 
 
 def _rows_of(rows: Rows, half: Half, group: int) -> Rows:
@@ -233,14 +230,14 @@ def _gradients_of(gradients: Gradients, half: Half, group: int) -> Gradients:
     )
 
 
-def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) -> tuple[Tensor | None, ...]:
+def _tensors_of(gates: Gates | None, states: Sequence[ChunkStates | None]) -> tuple[Tensor | None, ...]:
     """Flattened for save_for_backward: three tensors of the gates, and three of each half's states."""
     none = (None,) * 3
     kept = none if gates is None else (gates.sums, gates.to_end, gates.from_start)
     return sum((none if x is None else (x.low, x.high, x.normalizer) for x in states), kept)
 
 
-def _from_tensors(tensors: AnySequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
+def _from_tensors(tensors: Sequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
     """The inverse of `_tensors_of`."""
     from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sympow.ops.sequence import Sequence
+from sympow.ops.inputs import Inputs
 from sympow.ops.state import State
 
 
@@ -65,7 +65,7 @@ def halves_of(batch: int, key_heads: int) -> list[Half]:
     return [Half(by_batch, 0, middle), Half(by_batch, middle, count - middle)] if middle else [Half(by_batch, 0, count)]
 
 
-def split(sequence: Sequence, halves: list[Half]) -> list[Sequence]:
+def split(inputs: Inputs, halves: list[Half]) -> list[Inputs]:
     """The inputs of each half.
 
     By `Tensor.split` rather than slicing, so that autograd concatenates the gradients in one pass.
@@ -77,10 +77,10 @@ def split(sequence: Sequence, halves: list[Half]) -> list[Sequence]:
         return (None,) * len(sizes) if x is None else x.split([group * size for size in sizes], dim=dim)
 
     columns = (
-        split_tensor(sequence.q, sequence.group),
-        *(split_tensor(x) for x in (sequence.k, sequence.v, sequence.log_gamma, sequence.beta)),
+        split_tensor(inputs.q, inputs.group),
+        *(split_tensor(x) for x in (inputs.k, inputs.v, inputs.log_gamma, inputs.beta)),
     )
     return [
-        replace(sequence, q=q, k=k, v=v, log_gamma=log_gamma, beta=beta)
+        replace(inputs, q=q, k=k, v=v, log_gamma=log_gamma, beta=beta)
         for q, k, v, log_gamma, beta in zip(*columns, strict=True)
     ]

@@ -16,6 +16,7 @@ the number of tokens.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sympow.ops.inputs import Inputs
 from sympow.ops.numerics import feature_decay, log_gate_root
-from sympow.ops.sequence import Sequence
 from sympow.parallel.collectives import start_gather
 from sympow.parallel.shards import Shard, Shards
 
@@ -50,14 +51,14 @@ class Carried:
     log_decay: Tensor | None
     power: int
 
-    def after(self, past: Carried) -> Carried:
-        """The combined state of `past` followed by this: D past + own."""
-        if self.log_decay is None or past.log_decay is None:
-            return Carried(past.kv + self.kv, past.normalizer + self.normalizer, None, self.power)
+    def after(self, before: Carried) -> Carried:
+        """The combined state of `before` followed by this: D before + own."""
+        if self.log_decay is None or before.log_decay is None:
+            return Carried(before.kv + self.kv, before.normalizer + self.normalizer, None, self.power)
         factor = feature_decay(self.log_decay, self.power, self.kv.dtype)
-        kv = torch.addcmul(self.kv, past.kv, factor.unsqueeze(-1))
-        normalizer = torch.addcmul(self.normalizer, past.normalizer, factor)
-        return Carried(kv, normalizer, past.log_decay + self.log_decay, self.power)
+        kv = torch.addcmul(self.kv, before.kv, factor.unsqueeze(-1))
+        normalizer = torch.addcmul(self.normalizer, before.normalizer, factor)
+        return Carried(kv, normalizer, before.log_decay + self.log_decay, self.power)
 
     def pack(self) -> Tensor:
         """One message, in the layout that `sympow.kernels.states.message_packing` defines."""
@@ -66,30 +67,31 @@ class Carried:
             fields.append(self.log_decay.contiguous().view(self.kv.dtype).reshape(-1))
         return torch.cat(fields)
 
-    def unpack(self, message: Tensor) -> Carried:
-        """From a message of another rank, in the same layout."""
-        sizes = [self.kv.numel(), self.normalizer.numel()]
-        kv, normalizer, rest = message.split([*sizes, len(message) - sum(sizes)])
-        log_decay = None
-        if self.log_decay is not None:
-            # A copy, since the float64 bits may be unaligned in the message.
-            log_decay = rest.clone().view(torch.float64).view_as(self.log_decay)
-        return Carried(kv.view_as(self.kv), normalizer.view_as(self.normalizer), log_decay, self.power)
+    @classmethod
+    def unpack(cls, message: Tensor, shape: tuple[int, ...], power: int) -> Carried:
+        """The inverse of `pack`; `shape`: that of kv."""
+        *heads, features, value_dim = shape
+        count = math.prod(heads) * features
+        kv, normalizer, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
+        # The float64 bits may be unaligned in the message.
+        bits = rest if rest.storage_offset() * rest.itemsize % 8 == 0 else rest.clone()
+        log_decay = bits.view(torch.float64).view(*heads, -1) if len(rest) else None
+        return cls(kv.view(shape), normalizer.view(shape[:-1]), log_decay, power)
 
 
-def passing_decay(sequence: Sequence, shard: Shard, shards: Shards) -> Tensor | None:
+def passing_decay(inputs: Inputs, shard: Shard, shards: Shards) -> Tensor | None:
     """log D of a rank's tokens, (b, h_kv, 1 or d/2) float64: −inf if a document begins or ends among them.
 
     None if no rank has any decay: no gates, and one document.
     """
-    gates = sequence.log_gamma
+    gates = inputs.log_gamma
     if gates is None and shards.cu_seqlens is None:
         return None
     if gates is not None and shard.passes:
-        return log_gate_root(gates, sequence.power).sum(2)
-    shape = (sequence.batch, sequence.key_heads, 1 if gates is None or gates.ndim == 3 else gates.shape[-1])
+        return log_gate_root(gates, inputs.power).sum(2)
+    shape = (inputs.batch, inputs.key_heads, 1 if gates is None or gates.ndim == 3 else gates.shape[-1])
     value = 0.0 if shard.passes else -torch.inf
-    return torch.full(shape, value, dtype=torch.float64, device=sequence.k.device)
+    return torch.full(shape, value, dtype=torch.float64, device=inputs.k.device)
 
 
 class Scan(ABC):
@@ -121,7 +123,7 @@ class GatherScan(Scan):
         self._work.wait()
         before = None
         for place in range(self.place):
-            next_one = self.own.unpack(self._all[self._rank(place)])
+            next_one = Carried.unpack(self._all[self._rank(place)], self.own.kv.shape, self.own.power)
             before = next_one if before is None else next_one.after(before)
         return before
 
@@ -148,9 +150,9 @@ class RoundsScan(Scan):
             work.wait()
         if self._received is None:
             return before
-        past = self.own.unpack(self._received)
-        self._window = self._window.after(past)
-        return past if before is None else before.after(past)
+        received = Carried.unpack(self._received, self.own.kv.shape, self.own.power)
+        self._window = self._window.after(received)
+        return received if before is None else before.after(received)
 
     def _begin(self, distance: int) -> None:
         to, source = self.place + distance, self.place - distance
@@ -176,14 +178,15 @@ def start_scan(own: Carried, shards: Shards, *, reverse: bool = False) -> Scan:
         shards: the ranks, and the algorithm.
         reverse: from the last rank to the first.
     """
-    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own.kv.nbytes + own.normalizer.nbytes, shards)]
+    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own, shards)]
     return kind(own, shards, reverse)
 
 
-def chosen_exchange(state_bytes: int, shards: Shards) -> str:
+def chosen_exchange(own: Carried, shards: Shards) -> str:
     """The algorithm that "auto" selects for states of this size."""
     if shards.exchange != "auto":
         return shards.exchange
+    state_bytes = own.kv.nbytes + own.normalizer.nbytes
     small = shards.size <= MOST_RANKS_GATHERED and shards.size * state_bytes <= MOST_BYTES_GATHERED
     return "gather" if small else "rounds"
 

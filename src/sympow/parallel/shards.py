@@ -149,7 +149,7 @@ class Shards:
         holder = bisect_right(self.starts, begun, hi=self.size) - 1
         return Shard(
             offsets=tuple(x - start for x in (start, *inside, stop)),
-            before=start - begun,
+            tokens_before=start - begun,
             continues=start > begun,
             continues_later=before_last if followed else self.offsets[bisect_left(self.offsets, stop)] != stop,
             sources=range(holder, rank) if start > begun else range(0),
@@ -176,14 +176,14 @@ class Shard:
 
     Attributes:
         offsets: where its slices of documents begin and, last, where they end, counted from its first token.
-        before: tokens of the first slice's document on earlier ranks.
+        tokens_before: tokens of the first slice's document on earlier ranks.
         continues: whether the first slice continues a document, or a state, of earlier ranks.
         continues_later: whether the last slice's document continues on a later rank, or its state is returned there.
         sources: the ranks with those earlier tokens.
     """
 
     offsets: tuple[int, ...]
-    before: int
+    tokens_before: int
     continues: bool
     continues_later: bool
     sources: range

@@ -1,6 +1,6 @@
 """Backward pass of the attention form, and of the chunked form once the states and their gradients are known.
 
-With q scaled (`common.scale_queries`), w_i = Σ_j B_ij the weight of a row, and
+With q scaled (`common.scale_queries`), w_i = Σ_j B_ij the denominator of a row, and
     dy'_i = dy_i / w_i,    δ_i = dy'_i · y_i,    dB_ij = dy'_i · v_j − δ_i,    T_ij = exp(G_i − G_j) (q_i · k_j)^(p−1),
 the gradients are
     dv_j = Σ_i T_ij (q_i · k_j) dy'_i,    dk_j = p Σ_i T_ij dB_ij q_i,    dq_i = p Σ_j T_ij dB_ij k_j.
@@ -55,39 +55,39 @@ from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
 @triton.jit
 def prepare_kernel(
-    y_desc, dy_desc, weight_ptr, d_weight_ptr, divided_desc, delta_ptr, length, padded, heads,
-    WEIGHTED: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    y_desc, dy_desc, denominator_ptr, d_denominator_ptr, divided_desc, delta_ptr, length, padded, heads,
+    D_DENOMINATOR: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dy' and −δ for a tile of rows; −δ is 0 past the last token. WEIGHTED: −δ plus the gradient of the rows'
-    weights."""
+    """dy' and −δ for a tile of rows; −δ is 0 past the last token. D_DENOMINATOR: −δ plus the gradient of the rows'
+    denominators."""
     tile, sequence = split_program_id(padded // ROWS, tl.int32)
     first = tile * ROWS
     batch, head = sequence // heads, sequence % heads
     rows = first + tl.arange(0, ROWS)
-    weight = tl.load(weight_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=1.0)
+    denominator = tl.load(denominator_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=1.0)
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
-    divided = (dy / or_one(weight)[:, None]).to(dy.dtype)
+    divided = (dy / or_one(denominator)[:, None]).to(dy.dtype)
     divided_desc.store([batch, head, first, 0], divided.reshape(1, 1, ROWS, E))
     y = y_desc.load([batch, head, first, 0]).reshape(ROWS, E)
     minus_delta = -tl.sum(divided.to(tl.float32) * y.to(tl.float32), axis=1)
-    if WEIGHTED:
-        minus_delta += tl.load(d_weight_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
+    if D_DENOMINATOR:
+        minus_delta += tl.load(d_denominator_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
     tl.store(delta_ptr + sequence.to(tl.int64) * padded + rows, minus_delta)
 
 
 @triton.jit
 def query_gradient_kernel(
-    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, past_ptr,
+    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, gate_sums_ptr, to_end_ptr,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, state_share_ptr,
     bound_ptr, q_length_ptr, factor_ptr, key_scales_ptr, scales_ptr,
     document_start_ptr, length, padded, gates_padded, heads, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, HALF: tl.constexpr = False,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, FLOAT16: tl.constexpr = False,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i.
 
-    HALF: inputs are float16, and rows have further scales, as in the forward pass (`float16_range`).
+    FLOAT16: inputs are float16, and rows have further scales, as in the forward pass (`float16_range`).
     """
     tiles = tl.cdiv(length, ROWS)
     order, sequence = split_program_id(tiles, tl.int32)
@@ -101,16 +101,16 @@ def query_gradient_kernel(
     chunk_start = boundary * chunk
     document_start = tl.load(document_start_ptr + first) if DOCUMENTS else 0
     if GATED:
-        sums_ptr += kv_sequence.to(tl.int64) * length
+        gate_sums_ptr += kv_sequence.to(tl.int64) * length
         to_end_ptr += kv_sequence.to(tl.int64) * gates_padded
-        reference = tl.load(sums_ptr + first)
+        reference = tl.load(gate_sums_ptr + first)
 
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
     minus_delta = tl.load(minus_delta_ptr + sequence.to(tl.int64) * padded + rows)
     dq = tl.zeros((ROWS, D), tl.float32)
     value_factor = 1.0
-    if HALF:
+    if FLOAT16:
         value_factor = tl.load(scales_ptr + kv_sequence * GRADIENT_SCALES + VALUE_FACTOR)
 
     if WITH_STATE:
@@ -135,31 +135,35 @@ def query_gradient_kernel(
                     other = wait_for_mma(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
             from_normalizer = tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
-            if HALF:
+            if FLOAT16:
                 key_scales_ptr += kv_sequence * SCALES
                 dq = (dq + other) * (value_factor / tl.load(key_scales_ptr + KV_SCALE))
                 dq += from_normalizer * (1.0 / tl.load(key_scales_ptr + NORMALIZER_SCALE))
             else:
                 dq += other + from_normalizer
-            past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
-            dq = tl.where((past == 0)[:, None], 0.0, dq)
+            state_share = tl.load(
+                state_share_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0
+            )
+            dq = tl.where((state_share == 0)[:, None], 0.0, dq)
             if GATED:
-                dq *= tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
+                dq *= tl.exp((reference - sum_at(gate_sums_ptr, boundary, chunk, length)).to(tl.float32))
 
     change = tl.zeros((ROWS,), tl.float32)
     row_factor = change
-    if HALF:
+    if FLOAT16:
         bound_ptr += kv_sequence.to(tl.int64) * length
         own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1))
         q_length = tl.load(q_length_ptr + sequence.to(tl.int64) * padded + rows)
         log_decay = tl.zeros((ROWS,), tl.float32)
         if GATED:
-            log_decay = ((reference - tl.load(sums_ptr + tl.minimum(rows, length - 1))) * LOG2_E).to(tl.float32)
+            log_decay = ((reference - tl.load(gate_sums_ptr + tl.minimum(rows, length - 1))) * LOG2_E).to(tl.float32)
         key_length = tl.load(scales_ptr + kv_sequence * GRADIENT_SCALES + KEY_LENGTH)
-        before, change = query_exponents(q_length, tl.load(bound_ptr + first), own_bound, key_length, log_decay, POWER)
+        exponent, change = query_exponents(
+            q_length, tl.load(bound_ptr + first), own_bound, key_length, log_decay, POWER
+        )
         change *= POWER - 1
         # Not applied to q, which stays in shared memory, but to what its scores are multiplied by.
-        row_scale = power_of_two(before * (POWER - 1)) / key_length
+        row_scale = power_of_two(exponent * (POWER - 1)) / key_length
         row_factor = row_scale * value_factor
         minus_delta *= row_scale
         dq *= row_scale[:, None]
@@ -167,24 +171,24 @@ def query_gradient_kernel(
         chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
     if GATED:
         to_tile_end = tl.load(to_end_ptr + chunk_start + tl.arange(0, COLUMNS))
-        tile_end = tl.load(sums_ptr + tl.minimum(chunk_start + COLUMNS, length) - 1)
+        tile_end = tl.load(gate_sums_ptr + tl.minimum(chunk_start + COLUMNS, length) - 1)
     for start in tl.range(chunk_start, first, COLUMNS, num_stages=STAGES):
         k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = _plus_delta(tl.dot(dy, v.T, input_precision=PRECISION), minus_delta[:, None], row_factor[:, None], HALF)
+        dp = _plus_delta(tl.dot(dy, v.T, input_precision=PRECISION), minus_delta[:, None], row_factor[:, None], FLOAT16)
         factor = odd_power(score, POWER - 1)
         if GATED:
             factor *= (to_tile_end * tl.exp((reference - tile_end).to(tl.float32)))[None, :]
             to_tile_end = tl.load(to_end_ptr + start + COLUMNS + tl.arange(0, COLUMNS))
-            tile_end = tl.load(sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
+            tile_end = tl.load(gate_sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
         dq = tl.dot((factor * dp).to(k.dtype), k, dq, input_precision=PRECISION)
 
     if GATED:
-        row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
+        row_whole, row_rest = split_sum(tl.load(gate_sums_ptr + tl.minimum(rows, length - 1)), reference)
         row_whole += change
         dq *= tl.exp2(row_whole + row_rest)[:, None]
-    elif HALF:
+    elif FLOAT16:
         dq *= power_of_two(change)[:, None]
     # Not pipelined: no registers are left for it.
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
@@ -192,21 +196,21 @@ def query_gradient_kernel(
         k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = _plus_delta(tl.dot(dy, v.T, input_precision=PRECISION), minus_delta[:, None], row_factor[:, None], HALF)
+        dp = _plus_delta(tl.dot(dy, v.T, input_precision=PRECISION), minus_delta[:, None], row_factor[:, None], FLOAT16)
         factor = odd_power(score, POWER - 1)
         causal = rows[:, None] >= columns[None, :]
         if GATED:
-            column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
+            column_sums = tl.load(gate_sums_ptr + tl.minimum(columns, length - 1))
             column_whole, column_rest = split_sum(column_sums, reference)
             factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
-            if HALF:
+            if FLOAT16:
                 factor *= power_of_two(change)[:, None]
             factor = tl.where(causal, factor, 0.0)
         dq = tl.dot((factor * dp).to(k.dtype), k, dq, input_precision=PRECISION)
 
     dq *= POWER
-    if HALF:
+    if FLOAT16:
         unscale = tl.load(factor_ptr + sequence.to(tl.int64) * padded + rows) * power_of_two(-change)
         dq *= (unscale / row_factor)[:, None]
     row_term = tl.sum(dq * q.to(tl.float32), axis=1)
@@ -216,18 +220,18 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def _plus_delta(products, minus_delta, value_factor, HALF: tl.constexpr):
-    """dy · v − δ; HALF: times a factor that δ already has."""
-    return products * value_factor + minus_delta if HALF else products + minus_delta
+def _plus_delta(products, minus_delta, value_factor, FLOAT16: tl.constexpr):
+    """dy · v − δ; FLOAT16: times a factor that δ already has."""
+    return products * value_factor + minus_delta if FLOAT16 else products + minus_delta
 
 
 @triton.jit
 def _visit_queries(
-    dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, factor_ptr, reference, row_decay,
+    dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, gate_sums_ptr, from_start_ptr, factor_ptr, reference, row_decay,
     value_factor, gradient_factor, batch, kv_head, sequence, padded, start, tiles,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    HALF: tl.constexpr,
+    FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """dk and dv plus the contributions of `tiles` tiles of queries from `start` on, all after the keys."""
     offsets = tl.arange(0, COLUMNS)
@@ -235,8 +239,8 @@ def _visit_queries(
     next_delta = tl.load(minus_delta_ptr + sequence * padded + start + offsets)
     if GATED:
         next_decay = tl.load(from_start_ptr + start + offsets)
-        next_sum = tl.load(sums_ptr + start)
-    if HALF:
+        next_sum = tl.load(gate_sums_ptr + start)
+    if FLOAT16:
         next_factor = tl.load(factor_ptr + sequence * padded + start + offsets)
     for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
         member, tile = divide_steps(step, tiles, GROUP)
@@ -244,12 +248,12 @@ def _visit_queries(
         q = q_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, D)
         dy = dy_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, E)
         score = tl.dot(k, q.T, input_precision=PRECISION)
-        dp = _plus_delta(tl.dot(v, dy.T, input_precision=PRECISION), next_delta[None, :], value_factor, HALF)
+        dp = _plus_delta(tl.dot(v, dy.T, input_precision=PRECISION), next_delta[None, :], value_factor, FLOAT16)
         factor = odd_power(score, POWER - 1)
         member, tile = divide_steps(tl.minimum(step + 1, GROUP * tiles - 1), tiles, GROUP)
         next_start = start + tile * COLUMNS
         next_delta = tl.load(minus_delta_ptr + (sequence + member) * padded + next_start + offsets)
-        if HALF:
+        if FLOAT16:
             tile_factor = gradient_factor
             column_factor = next_factor
             next_factor = tl.load(factor_ptr + (sequence + member) * padded + next_start + offsets)
@@ -263,7 +267,7 @@ def _visit_queries(
             factor *= (next_decay * tl.exp((next_sum - reference).to(tl.float32)))[None, :]
         if GATED:
             next_decay = tl.load(from_start_ptr + next_start + offsets)
-            next_sum = tl.load(sums_ptr + next_start)
+            next_sum = tl.load(gate_sums_ptr + next_start)
         dv = tl.dot((factor * score).to(dy.dtype), dy, dv, input_precision=PRECISION)
         dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -271,19 +275,19 @@ def _visit_queries(
 
 @triton.jit
 def key_gradient_kernel(
-    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
+    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, gate_sums_ptr, from_start_ptr,
     k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, factor_ptr, scales_ptr,
     token_scale_ptr, document_end_ptr, block_terms_ptr,
     length, padded, gates_padded, kv_heads, chunk, state_count, first_boundary, query_block,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    HALF: tl.constexpr = False,
+    FLOAT16: tl.constexpr = False,
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
     and k_j · dk_j. BLOCK_TERMS: also what each block of `query_block` queries adds to k_j · dk_j.
 
-    HALF: inputs are float16, dk and dv have a common factor until they are stored, and each query has one
+    FLOAT16: inputs are float16, dk and dv have a common factor until they are stored, and each query has one
     (`float16_range`).
     """
     key_tile, kv_sequence = split_program_id(tl.cdiv(length, ROWS), tl.int32)
@@ -296,9 +300,9 @@ def key_gradient_kernel(
     document_end = tl.load(document_end_ptr + last) if DOCUMENTS else length
     reference = 0.0
     if GATED:
-        sums_ptr += kv_sequence.to(tl.int64) * length
+        gate_sums_ptr += kv_sequence.to(tl.int64) * length
         from_start_ptr += kv_sequence.to(tl.int64) * gates_padded
-        reference = tl.load(sums_ptr + last)
+        reference = tl.load(gate_sums_ptr + last)
 
     k = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
     v = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
@@ -307,9 +311,9 @@ def key_gradient_kernel(
     row_decay = tl.full((ROWS,), 1.0, tl.float32)
     value_factor = 1.0
     gradient_factor = 1.0
-    if HALF:
+    if FLOAT16:
         if GATED:
-            row_sums = tl.load(sums_ptr + tl.minimum(rows, length - 1))
+            row_sums = tl.load(gate_sums_ptr + tl.minimum(rows, length - 1))
             row_whole, row_rest = split_sum(row_sums, reference)
             row_decay = tl.exp2(-(row_whole + row_rest))
         scales_ptr += kv_sequence * GRADIENT_SCALES
@@ -325,7 +329,7 @@ def key_gradient_kernel(
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
             v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
-            if HALF:
+            if FLOAT16:
                 # Products of two entries of a key, or of one with a value, would leave the range. Their scales are
                 # factors of the entry that varies, and loaded, not computed: from what is not loaded, Triton converts
                 # the left operands to their layout in every iteration, through shared memory.
@@ -339,14 +343,14 @@ def key_gradient_kernel(
                     else:
                         dkv = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     for_dk = entry
-                    if HALF:
+                    if FLOAT16:
                         entry *= k_scale
                         for_dk = entry * v_scale
                         entry *= k_scale
                     dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
                     dk = wait_for_mma(tl.dot(v_left * for_dk[:, None], dkv, dk, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
-            if HALF:
+            if FLOAT16:
                 d_kv_scale = tl.load(scales_ptr + D_KV_SCALE)
                 entry_scale = k_scale.to(tl.float32) * d_kv_scale
                 dv *= (1.0 / (k_scale.to(tl.float32) * entry_scale))[:, None]
@@ -356,8 +360,8 @@ def key_gradient_kernel(
             else:
                 dk = wait_for_mma(tl.dot(k, normalizer, dk, input_precision=PRECISION))
             if GATED:
-                since_tile = tl.exp((tl.load(sums_ptr + chunk_end - 1) - reference).to(tl.float32))
-                if HALF:
+                since_tile = tl.exp((tl.load(gate_sums_ptr + chunk_end - 1) - reference).to(tl.float32))
+                if FLOAT16:
                     dk *= (since_tile * row_decay)[:, None]
                     dv *= (since_tile * row_decay)[:, None]
                 else:
@@ -375,13 +379,13 @@ def key_gradient_kernel(
         for index in tl.range(tl.where(after < end, after // query_block, blocks), blocks):
             start = tl.maximum(after, index * query_block)
             dk, dv = _visit_queries(
-                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, factor_ptr, reference,
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, gate_sums_ptr, from_start_ptr, factor_ptr, reference,
                 row_decay, value_factor, gradient_factor, batch, kv_head, sequence, padded, start,
                 tl.cdiv(tl.minimum(end, (index + 1) * query_block) - start, COLUMNS),
-                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES, HALF,
+                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES, FLOAT16,
             )  # fmt: skip
             total = tl.sum(dk * k.to(tl.float32), axis=1)
-            if HALF:
+            if FLOAT16:
                 total /= gradient_factor * value_factor
             target = block_terms_ptr + (kv_sequence.to(tl.int64) * tl.cdiv(length, query_block) + index) * length + rows
             tl.store(target, total - known, mask=rows < length)
@@ -390,15 +394,15 @@ def key_gradient_kernel(
         tiles = tl.cdiv(end - after, COLUMNS)
         if tiles > 0:
             dk, dv = _visit_queries(
-                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, factor_ptr, reference,
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, gate_sums_ptr, from_start_ptr, factor_ptr, reference,
                 row_decay, value_factor, gradient_factor, batch, kv_head, sequence, padded, after, tiles,
-                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES, HALF,
+                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES, FLOAT16,
             )  # fmt: skip
 
     if GATED:
-        row_sums = tl.load(sums_ptr + tl.minimum(rows, length - 1))
+        row_sums = tl.load(gate_sums_ptr + tl.minimum(rows, length - 1))
         row_whole, row_rest = split_sum(row_sums, reference)
-        if not HALF:
+        if not FLOAT16:
             row_decay = tl.exp2(-(row_whole + row_rest))
             dk *= row_decay[:, None]
             dv *= row_decay[:, None]
@@ -411,13 +415,13 @@ def key_gradient_kernel(
         q = q_desc.load([batch, head, start, 0]).reshape(COLUMNS, D)
         dy = dy_desc.load([batch, head, start, 0]).reshape(COLUMNS, E)
         score = tl.dot(k, q.T, input_precision=PRECISION)
-        dp = _plus_delta(tl.dot(v, dy.T, input_precision=PRECISION), minus_delta[None, :], value_factor, HALF)
+        dp = _plus_delta(tl.dot(v, dy.T, input_precision=PRECISION), minus_delta[None, :], value_factor, FLOAT16)
         factor = odd_power(score, POWER - 1)
-        if HALF:
+        if FLOAT16:
             factor *= (tl.load(factor_ptr + (sequence + member) * padded + columns) * gradient_factor)[None, :]
         causal = columns[None, :] >= rows[:, None]
         if GATED:
-            column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
+            column_sums = tl.load(gate_sums_ptr + tl.minimum(columns, length - 1))
             column_whole, column_rest = split_sum(column_sums, reference)
             # Rows are the earlier positions here: exp(G_column − G_row).
             factor *= pairwise_decay(-row_whole, -row_rest, -column_whole, -column_rest, causal)
@@ -427,7 +431,7 @@ def key_gradient_kernel(
         dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk *= POWER
-    if HALF:
+    if FLOAT16:
         dk *= 1.0 / (gradient_factor * value_factor)
         dv *= 1.0 / gradient_factor
     column_term = tl.sum(dk * k.to(tl.float32), axis=1)
@@ -437,13 +441,13 @@ def key_gradient_kernel(
 
 
 def prepare(
-    y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None = None, rows: int = 128
+    y: Tensor, dy: Tensor, denominator: Tensor, d_denominator: Tensor | None = None, rows: int = 128
 ) -> tuple[Tensor, Tensor]:
     """dy' (b, t, h, e), and −δ (b, h, ≥ t) float32, zero from t on and a multiple of `rows` long.
 
     Args:
         y, dy: the output and its gradient, (b, t, h, e).
-        weight, d_weight: the rows' weights and their gradient (None: zero), (b, h, t) float32 contiguous.
+        denominator, d_denominator: Σ_j B_ij of each row and their gradient (None: zero), (b, h, t) float32 contiguous.
     """
     batch, length, heads, value_dim = y.shape
     tiles = ceil_div(length, rows)
@@ -452,9 +456,9 @@ def prepare(
     minus_delta = y.new_empty(batch, heads, tiles * rows, dtype=torch.float32)
     launch(
         prepare_kernel, flat_grid(tiles, batch * heads),
-        head_major(y, block), head_major(dy, block), weight, d_weight, head_major(divided, block), minus_delta,
-        length, tiles * rows, heads, WEIGHTED=d_weight is not None, E=block[1], ROWS=rows, num_warps=4,
-        enable_fp_fusion=True,
+        head_major(y, block), head_major(dy, block), denominator, d_denominator, head_major(divided, block),
+        minus_delta, length, tiles * rows, heads, D_DENOMINATOR=d_denominator is not None, E=block[1], ROWS=rows,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return divided, minus_delta
 
@@ -479,8 +483,8 @@ def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
-    *, past: Tensor | None = None, chunk: int = 0, documents: Documents | None = None,
-    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    *, state_share: Tensor | None = None, chunk: int = 0, documents: Documents | None = None,
+    row_gradients: RowGradients | None = None, key_range: KeyRange | None = None,
     out: tuple[Tensor, Tensor] | None = None, rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3,
     registers: int | None = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -491,8 +495,9 @@ def query_gradient(
         dy, minus_delta: dy' and −δ from `prepare`.
         gates, chunk, documents, out: as in `forward.attend`.
         states: with all d² features; or None.
-        past: φ(q_i) Z, as `forward.attend` returns it; only with states.
-        rows_half, key_range: for float16, whose q, scale, dy and minus_delta are those of `rows_half`; else None.
+        state_share: φ(q_i) Z, as `forward.attend` returns it; only with states.
+        row_gradients, key_range: for float16, whose q, scale, dy and minus_delta are those of `row_gradients`; else
+            None.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
@@ -503,13 +508,13 @@ def query_gradient(
         query_gradient_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
-        gates and gates.sums, gates and gates.to_end, *state, past,
-        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
-        key_range and key_range.scales, rows_half and rows_half.scales, documents and documents.start,
+        gates and gates.sums, gates and gates.to_end, *state, state_share,
+        key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
+        key_range and key_range.scales, row_gradients and row_gradients.scales, documents and documents.start,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *location,
         GROUP=heads // k.shape[2], D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
-        COLUMNS=columns, STAGES=stages, HALF=rows_half is not None,
+        COLUMNS=columns, STAGES=stages, FLOAT16=row_gradients is not None,
         num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
@@ -519,7 +524,7 @@ def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
     *, chunk: int = 0, documents: Documents | None = None, block_terms: Tensor | None = None, query_block: int = 0,
-    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    row_gradients: RowGradients | None = None, key_range: KeyRange | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
     rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -531,7 +536,7 @@ def key_gradient(
         block_terms: zeros (b, h_kv, ⌈t / query_block⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each
             block that lie after the key's tile, with decays counted from the end of that tile, for float16 from the
             key; None: not wanted. Only without states.
-        rows_half, key_range: as in `query_gradient`.
+        row_gradients, key_range: as in `query_gradient`.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
@@ -547,12 +552,12 @@ def key_gradient(
         key_gradient_kernel, flat_grid(ceil_div(length, rows), batch * kv_heads),
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
-        gates and gates.sums, gates and gates.from_start, *state, rows_half and rows_half.factor,
-        rows_half and rows_half.scales, key_range and key_range.token_scales, documents and documents.end, block_terms,
-        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location, query_block,
-        GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
+        gates and gates.sums, gates and gates.from_start, *state, row_gradients and row_gradients.factor,
+        row_gradients and row_gradients.scales, key_range and key_range.token_scales, documents and documents.end,
+        block_terms, length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location,
+        query_block, GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
-        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=rows_half is not None,
+        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, FLOAT16=row_gradients is not None,
         num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

@@ -79,7 +79,7 @@ class Rows(NamedTuple):
         q, scale: queries, scaled, (b, t, h, d), and their scales (b, h, t) float32.
         dy, minus_delta: dy' (b, t, h, e) and −δ (b, h, ≥ t) float32, as in `backward`.
         k, v: keys and values, as the engine reads them.
-        gradients: queries and dy' in the range of float16, from which the others are; None: of other dtypes.
+        row_gradients: queries and dy' in the range of float16, from which the others are; None: of other dtypes.
         key_range: of keys and values, likewise.
     """
 
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
     minus_delta: Tensor
     k: Tensor
     v: Tensor
-    gradients: RowGradients | None
+    row_gradients: RowGradients | None
     key_range: KeyRange | None
 
 
@@ -112,10 +112,10 @@ class Engine(NamedTuple):
         name: what `sympow check` calls it.
         unsupported_reason: why the engine does not support a call, a sentence; None: it does.
         attend: queries against the keys of their chunk and the state before it. Takes the call, q, k, v, gates, states
-            and the range of keys; returns y (b, t, h, e), the rows' weights, and φ(q) Z, which is None without states,
-            (b, h, t) float32.
-        prepare: what the gradients read, from the call, q, k, v, y, dy, the rows' weights and their gradient (or None),
-            the range of keys (or None) and the largest entries of the gradients of a final state (or None).
+            and the range of keys; returns y (b, t, h, e), the rows' denominators, and φ(q) Z,
+            which is None without states, (b, h, t) float32.
+        prepare: what the gradients read, from the call, q, k, v, y, dy, the rows' denominators and their gradient (or
+            None), the range of keys (or None) and the largest entries of the gradients of a final state (or None).
         query_gradient: takes the call, rows, gates, states and φ(q) Z; returns dq and q_i · dq_i (b, h, t).
         key_gradient: takes the call, rows, gates, the sums over later queries as states, and blocks; returns dk, dv and
             k_j · dk_j (b, h_kv, t).
@@ -152,21 +152,22 @@ def _attend(
 
 
 def _prepare(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None,
-    key_range: KeyRange | None, d_final: Tensor | None,
+    call: Call, q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, denominator: Tensor,
+    d_denominator: Tensor | None, key_range: KeyRange | None, d_final: Tensor | None,
 ) -> Rows:  # fmt: skip
     if key_range is None:
-        return Rows(*scale_queries(q), *backward.prepare(y, dy, weight, d_weight), k, v, None, None)
-    found = float16_range.prepare(q, y, dy, weight, d_weight, key_range, call.power, d_final)
+        return Rows(*scale_queries(q), *backward.prepare(y, dy, denominator, d_denominator), k, v, None, None)
+    found = float16_range.prepare(q, y, dy, denominator, d_denominator, key_range, call.power, d_final)
     return Rows(found.q, found.scale, found.dy, found.minus_delta, k, v, found, key_range)
 
 
 def _query_gradient(
-    call: Call, rows: Rows, gates: Gates | None, states: ChunkStates | None, past: Tensor | None
+    call: Call, rows: Rows, gates: Gates | None, states: ChunkStates | None, state_share: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return backward.query_gradient(
-        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, states, past=past,
-        chunk=call.separate_chunk, documents=call.documents, rows_half=rows.gradients, key_range=rows.key_range,
+        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, states,
+        state_share=state_share,
+        chunk=call.separate_chunk, documents=call.documents, row_gradients=rows.row_gradients, key_range=rows.key_range,
         **tiles_for(rows.q).query,
     )  # fmt: skip
 
@@ -176,7 +177,7 @@ def _key_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     return backward.key_gradient(
         rows.q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, reverse, chunk=call.separate_chunk,
-        documents=call.documents, block_terms=blocks.terms, query_block=blocks.size, rows_half=rows.gradients,
+        documents=call.documents, block_terms=blocks.terms, query_block=blocks.size, row_gradients=rows.row_gradients,
         key_range=rows.key_range, **tiles_for(rows.q).key,
     )  # fmt: skip
 
@@ -210,29 +211,29 @@ def _attend_in_pieces(
 
 
 def _prepare_in_pieces(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None,
-    key_range: KeyRange, d_final: None,
+    call: Call, q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, denominator: Tensor,
+    d_denominator: Tensor | None, key_range: KeyRange, d_final: None,
 ) -> Rows:  # fmt: skip
-    found = float16_range.prepare(q, y, dy, weight, d_weight, key_range, call.power, split=True)
+    found = float16_range.prepare(q, y, dy, denominator, d_denominator, key_range, call.power, split=True)
     pieces = split_float32.split_keys(k, v, key_range)
     return Rows(found.q, found.scale, found.dy, found.minus_delta, *pieces, found, key_range)
 
 
 def _query_gradient_in_pieces(
-    call: Call, rows: Rows, gates: Gates | None, states: None, past: None
+    call: Call, rows: Rows, gates: Gates | None, states: None, state_share: None
 ) -> tuple[Tensor, Tensor]:
-    assert rows.gradients is not None and rows.key_range is not None
+    assert rows.row_gradients is not None and rows.key_range is not None
     return split_float32.query_gradient(
-        rows.gradients, rows.k, rows.v, call.power, gates, rows.key_range, **tiles_in_pieces(rows.q).query
+        rows.row_gradients, rows.k, rows.v, call.power, gates, rows.key_range, **tiles_in_pieces(rows.q).query
     )
 
 
 def _key_gradient_in_pieces(
     call: Call, rows: Rows, gates: Gates | None, reverse: None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert rows.gradients is not None and rows.key_range is not None
+    assert rows.row_gradients is not None and rows.key_range is not None
     return split_float32.key_gradient(
-        rows.gradients, rows.k, rows.v, call.power, gates, rows.key_range, block_terms=blocks.terms,
+        rows.row_gradients, rows.k, rows.v, call.power, gates, rows.key_range, block_terms=blocks.terms,
         query_block=blocks.size, **tiles_in_pieces(rows.q).key,
     )  # fmt: skip
 
@@ -276,20 +277,20 @@ def _attend_short(
 
 
 def _query_gradient_short(
-    call: Call, rows: Rows, gates: Gates | None, states: None, past: None
+    call: Call, rows: Rows, gates: Gates | None, states: None, state_share: None
 ) -> tuple[Tensor, Tensor]:
     from sympow.kernels.hopper import short_backward
 
     return short_backward.query_gradient(
         rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
-        rows_half=rows.gradients, key_range=rows.key_range,
+        row_gradients=rows.row_gradients, key_range=rows.key_range,
     )  # fmt: skip
 
 
 def _key_gradient_short(
     call: Call, rows: Rows, gates: Gates | None, reverse: None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if rows.gradients is not None:
+    if rows.row_gradients is not None:
         # The kernel below has no registers left for float16.
         return _key_gradient_on_hopper(call, rows, gates, reverse, blocks)
     if blocks.terms is not None or call.length > SHORT_KEY_GRADIENT_MAX_LENGTH:
@@ -308,13 +309,13 @@ def _attend_on_hopper(
 
 
 def _query_gradient_on_hopper(
-    call: Call, rows: Rows, gates: Gates | None, states: None, past: None
+    call: Call, rows: Rows, gates: Gates | None, states: None, state_share: None
 ) -> tuple[Tensor, Tensor]:
     from sympow.kernels.hopper import backward as hopper_backward
 
     return hopper_backward.query_gradient(
         rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
-        rows_half=rows.gradients, key_range=rows.key_range,
+        row_gradients=rows.row_gradients, key_range=rows.key_range,
     )  # fmt: skip
 
 
@@ -325,7 +326,7 @@ def _key_gradient_on_hopper(
 
     return hopper_backward.key_gradient(
         rows.q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
-        block_terms=blocks.terms, query_block=blocks.size, rows_half=rows.gradients,
+        block_terms=blocks.terms, query_block=blocks.size, row_gradients=rows.row_gradients,
     )  # fmt: skip
 
 
@@ -352,12 +353,12 @@ def _attend_in_chunks(
 
 
 def _query_gradient_in_chunks(
-    call: Call, rows: Rows, gates: Gates | None, states: ChunkStates, past: Tensor
+    call: Call, rows: Rows, gates: Gates | None, states: ChunkStates, state_share: Tensor
 ) -> tuple[Tensor, Tensor]:
     from sympow.kernels.hopper import chunked
 
     return chunked.query_gradient(
-        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, gates, states, past
+        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, gates, states, state_share
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
 
 @triton.jit
-def state_weight(q, normalizer, PRECISION: tl.constexpr):
+def query_normalizer(q, normalizer, PRECISION: tl.constexpr):
     """φ(q) Z of a tile of queries, and the rows where it is indistinguishable from rounding."""
     found = tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
     size = tl.abs(q)
@@ -77,9 +77,9 @@ def query_state(
     S is symmetric in its two feature indices (i, a), so the block with i in the upper and a in the lower half is not
     read: its mirror image counts twice.
     """
-    HALF: tl.constexpr = D // 2
+    HALF_DIM: tl.constexpr = D // 2
     normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
-    found, unseen = state_weight(q, normalizer, PRECISION)
+    found, unseen = query_normalizer(q, normalizer, PRECISION)
     scale = scale.to(q_low.dtype)
     q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
     # Two accumulators, so that one product runs while the operand of the other is computed; waiting for the second
@@ -88,20 +88,20 @@ def query_state(
     other = tl.zeros_like(acc)
     pointers = q_ptr + tl.minimum(rows, length - 1).to(tl.int64) * stride_t
     ahead = tl.load(pointers)
-    for i in tl.range(0, HALF):
+    for i in tl.range(0, HALF_DIM):
         entry = ahead * scale
         ahead = tl.load(pointers + i + 1)
-        kv_low = low_desc.load([state_index, i, 0, 0]).reshape(E, HALF)
-        kv_high = low_desc.load([state_index, i, 0, HALF]).reshape(E, HALF)
+        kv_low = low_desc.load([state_index, i, 0, 0]).reshape(E, HALF_DIM)
+        kv_high = low_desc.load([state_index, i, 0, HALF_DIM]).reshape(E, HALF_DIM)
         acc = tl.dot(q_low * entry[:, None], kv_low.T, acc, input_precision=PRECISION)
         other = wait_for_mma(tl.dot(q_high * (entry * 2)[:, None], kv_high.T, other, input_precision=PRECISION))
-    even, odd = ahead, tl.load(pointers + HALF + 1)
+    even, odd = ahead, tl.load(pointers + HALF_DIM + 1)
     for i in tl.range(0, HIGH, 2):
         even_scaled, odd_scaled = even * scale, odd * scale
-        next_pair = pointers + tl.minimum(HALF + i + 2, D - 2)
+        next_pair = pointers + tl.minimum(HALF_DIM + i + 2, D - 2)
         even, odd = tl.load(next_pair), tl.load(next_pair + 1)
-        kv_even = high_desc.load([state_index, i, 0, HIGH_COLUMN]).reshape(E, HALF)
-        kv_odd = high_desc.load([state_index, i + 1, 0, HIGH_COLUMN]).reshape(E, HALF)
+        kv_even = high_desc.load([state_index, i, 0, HIGH_COLUMN]).reshape(E, HALF_DIM)
+        kv_odd = high_desc.load([state_index, i + 1, 0, HIGH_COLUMN]).reshape(E, HALF_DIM)
         acc = tl.dot(q_high * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
         other = wait_for_mma(tl.dot(q_high * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
     acc += other
@@ -110,18 +110,18 @@ def query_state(
 
 @triton.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, y_desc, weight_ptr, sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, past_ptr,
+    q_desc, k_desc, v_desc, y_desc, denominator_ptr, gate_sums_ptr, to_end_ptr,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, state_share_ptr,
     bound_ptr, state_scale_ptr, document_start_ptr, length, padded_length, heads, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
     WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH: tl.constexpr, HIGH_COLUMN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    HALF: tl.constexpr = False,
+    FLOAT16: tl.constexpr = False,
 ):  # fmt: skip
-    """y_i for a tile of queries, their weights Σ_j B_ij, and φ(q_i) Z of the chunk's state without further decay.
+    """y_i for a tile of queries, their denominators Σ_j B_ij, and φ(q_i) Z of the chunk's state without further decay.
 
-    HALF: inputs are float16. Rows are scaled once more, by 2^before up to the diagonal and differently on it, so that
-    no weight leaves the range (`float16_range`).
+    FLOAT16: inputs are float16. Rows are scaled once more, by 2^exponent up to the diagonal and differently on it, so
+    that no weight leaves the range (`float16_range`).
     """
     tiles = tl.cdiv(length, ROWS)
     order, sequence = split_program_id(tiles, tl.int32)
@@ -132,70 +132,70 @@ def forward_kernel(
     first = tile * ROWS
     rows = first + tl.arange(0, ROWS)
     if GATED:
-        sums_ptr += kv_sequence.to(tl.int64) * length
+        gate_sums_ptr += kv_sequence.to(tl.int64) * length
         to_end_ptr += kv_sequence.to(tl.int64) * padded_length
 
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
     scale = power_of_two_scale(q)
-    q_length = log_length(q) + tl.log2(scale) if HALF else scale
+    q_length = log_length(q) + tl.log2(scale) if FLOAT16 else scale
     q = (q * scale[:, None]).to(q_desc.dtype)
     acc = tl.zeros((ROWS, E), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
+    denominator = tl.zeros((ROWS,), tl.float32)
 
     boundary = first // chunk
     chunk_start = boundary * chunk
     document_start = tl.load(document_start_ptr + first) if DOCUMENTS else 0
     if GATED:
-        reference = tl.load(sums_ptr + first)
+        reference = tl.load(gate_sums_ptr + first)
 
     if WITH_STATE:
-        past_ptr += sequence.to(tl.int64) * length
+        state_share_ptr += sequence.to(tl.int64) * length
         # A document that began in this chunk is not in the state.
         if (boundary >= first_boundary) & (document_start <= chunk_start):
             # Loaded again, because they are needed in another register layout than q.
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, weight = query_state(
+            acc, denominator = query_state(
                 acc, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
                 normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E, HIGH, HIGH_COLUMN,
                 PRECISION,
             )  # fmt: skip
-            tl.store(past_ptr + rows, weight, mask=rows < length)
+            tl.store(state_share_ptr + rows, denominator, mask=rows < length)
             kv_factor, normalizer_factor = 1.0, 1.0
-            if HALF:
+            if FLOAT16:
                 state_scale_ptr += kv_sequence * SCALES
                 kv_factor /= tl.load(state_scale_ptr + KV_SCALE)
                 normalizer_factor /= tl.load(state_scale_ptr + NORMALIZER_SCALE)
             if GATED:
-                since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
+                since_state = tl.exp((reference - sum_at(gate_sums_ptr, boundary, chunk, length)).to(tl.float32))
                 kv_factor *= since_state
                 normalizer_factor *= since_state
-            if HALF or GATED:
+            if FLOAT16 or GATED:
                 acc *= kv_factor
-                weight *= normalizer_factor
+                denominator *= normalizer_factor
 
     change = tl.zeros((ROWS,), tl.float32)
-    if HALF:
+    if FLOAT16:
         bound_ptr += kv_sequence.to(tl.int64) * length
         own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1))
-        before, change = exponents(q_length, tl.load(bound_ptr + first), own_bound, WEIGHT_LIMIT, POWER)
+        exponent, change = exponents(q_length, tl.load(bound_ptr + first), own_bound, WEIGHT_LIMIT, POWER)
         change *= POWER
         if WITH_STATE:
             # Loaded again: it would take registers while the state is queried.
             q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
-            q = (q * (scale * power_of_two(before))[:, None]).to(q_desc.dtype)
-            acc *= power_of_two(before * POWER)[:, None]
-            weight *= power_of_two(before * POWER)
+            q = (q * (scale * power_of_two(exponent))[:, None]).to(q_desc.dtype)
+            acc *= power_of_two(exponent * POWER)[:, None]
+            denominator *= power_of_two(exponent * POWER)
         else:
-            q = (q * power_of_two(before)[:, None]).to(q_desc.dtype)
+            q = (q * power_of_two(exponent)[:, None]).to(q_desc.dtype)
     if DOCUMENTS:
         # Closed gates between documents make these tiles zero, so they are skipped.
         chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
     if GATED:
         # Loaded one tile ahead into registers: through shared memory they would cost a barrier per tile.
         to_tile_end = tl.load(to_end_ptr + chunk_start + tl.arange(0, COLUMNS))
-        tile_end = tl.load(sums_ptr + tl.minimum(chunk_start + COLUMNS, length) - 1)
+        tile_end = tl.load(gate_sums_ptr + tl.minimum(chunk_start + COLUMNS, length) - 1)
     partial_sums = tl.zeros((ROWS, 4), tl.float32)
     for start in tl.range(chunk_start, first, COLUMNS, num_stages=STAGES):
         k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
@@ -204,24 +204,24 @@ def forward_kernel(
             column_decay = to_tile_end * tl.exp((reference - tile_end).to(tl.float32))
             scores *= column_decay[None, :]
             to_tile_end = tl.load(to_end_ptr + start + COLUMNS + tl.arange(0, COLUMNS))
-            tile_end = tl.load(sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
+            tile_end = tl.load(gate_sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
         partial_sums += partial_row_sums(scores, ROWS, COLUMNS)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         acc = tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION)
-    weight += tl.sum(partial_sums, axis=1)
+    denominator += tl.sum(partial_sums, axis=1)
 
     if GATED:
-        row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
+        row_whole, row_rest = split_sum(tl.load(gate_sums_ptr + tl.minimum(rows, length - 1)), reference)
         row_decay = tl.exp2((row_whole + change) + row_rest)
         acc *= row_decay[:, None]
-        weight *= row_decay
+        denominator *= row_decay
         row_whole += change
-    elif HALF:
+    elif FLOAT16:
         acc *= power_of_two(change)[:, None]
-        weight *= power_of_two(change)
+        denominator *= power_of_two(change)
 
-    exact, past = weight, weight
-    LIFTED: tl.constexpr = HALF and POWER > 2
+    exact, earlier = denominator, denominator
+    LIFTED: tl.constexpr = FLOAT16 and POWER > 2
     lift = tl.zeros((ROWS,), tl.float32)
     # Not pipelined: the loop above would lose the registers.
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
@@ -230,41 +230,41 @@ def forward_kernel(
         scores = even_power(tl.dot(q, k.T, input_precision=PRECISION), POWER)
         causal = rows[:, None] >= columns[None, :]
         if GATED:
-            column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
+            column_sums = tl.load(gate_sums_ptr + tl.minimum(columns, length - 1))
             column_whole, column_rest = split_sum(column_sums, reference)
             scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
-            if HALF:
+            if FLOAT16:
                 scores *= power_of_two(change)[:, None]
             scores = tl.where(causal, scores, 0.0)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         # Weights are summed as rounded for the product: then a row that sees one key returns its value exactly, and the
         # gradient of its score is exactly zero, however small the score.
-        if HALF:
+        if FLOAT16:
             # The weights that are returned are exact: rounding is absolute below the normal numbers of float16.
             exact += tl.sum(scores, axis=1)
         if LIFTED:
             # The first rows of a document see few keys, perhaps all nearly orthogonal to the query.
             last_lift, lift = lift, exponent_to_limit(exact, WEIGHT_LIMIT)
             acc *= power_of_two(lift - last_lift)[:, None]
-            weight *= power_of_two(lift - last_lift)
+            denominator *= power_of_two(lift - last_lift)
             scores *= power_of_two(lift)[:, None]
         scores = round_to(scores, v.dtype)
-        weight += tl.sum(scores, axis=1)
+        denominator += tl.sum(scores, axis=1)
         acc = tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    divisor = or_one(weight)
-    lost = weight == 0
+    divisor = or_one(denominator)
+    lost = denominator == 0
     if LIFTED:
-        lost = lost | is_lost(past, exact)
+        lost = lost | is_lost(earlier, exact)
         divisor = tl.where(lost, float("inf"), divisor)
     y = acc / divisor[:, None]
     y_desc.store([batch, head, first, 0], y.to(y_desc.dtype).reshape(1, 1, ROWS, E))
-    if HALF:
+    if FLOAT16:
         # A row whose weights were lost by rounding has no output, and must not have gradients of one.
         exact = tl.where(lost, 0.0, exact)
-        weight = exact * power_of_two(-before * POWER) * power_of_two(-change)
-    tl.store(weight_ptr + sequence.to(tl.int64) * length + rows, weight, mask=rows < length)
+        denominator = exact * power_of_two(-exponent * POWER) * power_of_two(-change)
+    tl.store(denominator_ptr + sequence.to(tl.int64) * length + rows, denominator, mask=rows < length)
 
 
 def attend(
@@ -285,7 +285,7 @@ def attend(
     stages: int = 3,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y (b, t, h, e), the rows' weights Σ_j B_ij (b, h, t) float32, and φ(q_i) Z of states (b, h, t) float32.
+    """y (b, t, h, e), the rows' denominators Σ_j B_ij (b, h, t) float32, and φ(q_i) Z of states (b, h, t) float32.
 
     Args:
         gates: from `gate_sums` with tiles of `columns` tokens, or None.
@@ -300,12 +300,12 @@ def attend(
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]
     d, e = block_dim(dim), block_dim(value_dim)
-    past: Tensor | None = None
+    state_share: Tensor | None = None
     if out is None:
         y = empty_aligned(v, batch, length, heads, value_dim)
-        weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+        denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
     else:
-        y, weight, past = out
+        y, denominator, state_share = out
     q_desc = head_major(q, (rows, d))
     q = q_desc.base.transpose(1, 2)
     if states is None:
@@ -319,19 +319,19 @@ def attend(
         low_desc = blocks_of(states.low.flatten(0, 2), [1, 1, e, d // 2])
         high_desc = blocks_of(states.high.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = blocks_of(states.normalizer.flatten(0, 2), [1, d, d])
-        past = torch.zeros_like(weight) if past is None else past
+        state_share = torch.zeros_like(denominator) if state_share is None else state_share
     # In float16 fused multiply-add would keep weights and decays of the diagonal for the exact sums, and spill. (With
     # heads of 128 it is the other way round.)
     launch(
         forward_kernel, flat_grid(ceil_div(length, rows), batch * heads),
-        q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
+        q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), denominator,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
-        q_half_desc, low_desc, high_desc, normalizer_desc, past,
+        q_half_desc, low_desc, high_desc, normalizer_desc, state_share,
         key_range and key_range.bound, key_range and key_range.scales, documents and documents.start,
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, state_count, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH=high, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype),
-        ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=key_range is not None,
+        ROWS=rows, COLUMNS=columns, STAGES=stages, FLOAT16=key_range is not None,
         num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=key_range is None or d > 64,
     )  # fmt: skip
-    return y, weight, past
+    return y, denominator, state_share

@@ -13,53 +13,54 @@ from torch import Tensor
 from sympow.kernels.attention.engines import PIECES, Blocks, Call, engine_for
 from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import Documents, scale_queries
-from sympow.kernels.float16_range import SCALES, KeyRange, key_range
+from sympow.kernels.float16_range import SCALES, KeyRange, measure_keys
 from sympow.kernels.operator import operator
 from sympow.kernels.running_sums import (
     SCAN_BLOCK,
     Gates,
     correct_drift,
+    drift_spacing,
     exact_sums_at_blocks,
     exact_sums_at_boundaries,
     gate_gradient,
     gate_sums,
 )
-from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, entries_of_high, scan_sums
-
-# In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
-DRIFT_SPACING = 4096
-# ... or fewer times for long sequences: what the kernel writes for it grows with the number of blocks and the length.
-MAX_DRIFT_BLOCKS = 16
-# Blocks are multiples of the tiles of every kernel.
-DRIFT_MULTIPLE = 128
+from sympow.kernels.states.full_state import FullState
+from sympow.kernels.states.quadratic import (
+    ChunkStates,
+    boundaries_with_states,
+    chunk_sums,
+    entries_of_high,
+    scan_sums,
+)
 
 
 class Saved(NamedTuple):
     """What the backward pass reads besides inputs and outputs; None for what a call does not have.
 
     Attributes:
-        sums, to_end, from_start: as in `Gates`.
+        gate_sums, to_end, from_start: as in `Gates`.
         low, high, normalizer: as in `ChunkStates`.
-        past: φ(q) Z of each row's state, (b, h, t) float32.
+        state_share: φ(q) Z of each row's state, (b, h, t) float32.
         bound, scales, token_scales: as in `KeyRange`, for float16.
     """
 
-    sums: Tensor | None
+    gate_sums: Tensor | None
     to_end: Tensor | None
     from_start: Tensor | None
     low: Tensor | None
     high: Tensor | None
     normalizer: Tensor | None
-    past: Tensor | None
+    state_share: Tensor | None
     bound: Tensor | None
     scales: Tensor | None
     token_scales: Tensor | None
 
     @property
     def gates(self) -> Gates | None:
-        if self.sums is None or self.to_end is None or self.from_start is None:
+        if self.gate_sums is None or self.to_end is None or self.from_start is None:
             return None
-        return Gates(self.sums, self.to_end, self.from_start)
+        return Gates(self.gate_sums, self.to_end, self.from_start)
 
     def states(self, chunk: int, first: int) -> ChunkStates | None:
         if self.low is None or self.high is None or self.normalizer is None:
@@ -67,7 +68,7 @@ class Saved(NamedTuple):
         return ChunkStates(self.low, self.high, self.normalizer, chunk, first)
 
     @property
-    def ranges(self) -> KeyRange | None:
+    def key_range(self) -> KeyRange | None:
         if self.bound is None or self.scales is None:
             return None
         return KeyRange(self.bound, self.scales, self.token_scales)
@@ -82,7 +83,7 @@ class Options(NamedTuple):
         key_dim: entries of q and k after which they are padded with zeros.
         with_states: whether chunks see earlier ones through states (p = 2).
         initial: whether there is a state before the first token.
-        final: whether the state after the last token is returned.
+        return_state: whether the state after the last token is returned.
     """
 
     power: int
@@ -90,7 +91,7 @@ class Options(NamedTuple):
     key_dim: int
     with_states: bool
     initial: bool
-    final: bool
+    return_state: bool
 
 
 @operator("sympow::attend")
@@ -108,11 +109,11 @@ def fused_attention(
     key_dim: int,
     with_states: bool,
     train: bool,
-    final: bool,
+    return_state: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """The attention form, or with states the chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for
+    """The attention form, or with states the chunked form (p = 2): y (b, t, h, e), the rows' denominators (b, h, t) for
     queries scaled by `query_scales`, kv and normalizer of the final state, and the fields of `Saved`.
 
     Args:
@@ -120,16 +121,16 @@ def fused_attention(
         log_gamma: one gate per head, closed between documents, (b, t, h_kv) float32; or None.
         document_start, document_end: as in `common.Documents`, or None.
         initial_kv, initial_normalizer: a `FullState`, only with states; or None.
-        power, chunk, key_dim, with_states, final: as in `Options`.
+        power, chunk, key_dim, with_states, return_state: as in `Options`.
         train: whether the backward pass will run, which needs all d² features of the states, and in float16 the range
             of the values.
     """
-    call = describe(q, v, power, chunk, with_states, initial_kv is not None, final, document_start, document_end)
+    call = describe(q, v, power, chunk, with_states, initial_kv is not None, return_state, document_start, document_end)
     engine = engine_for(call)
     gates = None if log_gamma is None else gate_sums(log_gamma)
-    states = end = ranges = None
+    states = end = key_range = None
     if q.dtype == torch.float16 or engine.in_pieces:
-        ranges = key_range(
+        key_range = measure_keys(
             k, v, power, gates, _largest_entries(initial_kv, initial_normalizer),
             values=train or with_states or engine.in_pieces, token_scales=train and with_states,
         )  # fmt: skip
@@ -138,18 +139,21 @@ def fused_attention(
         if initial_kv is not None and initial_normalizer is not None:
             initial = FullState(initial_kv, initial_normalizer)
         chunks = chunk_sums(
-            k, v, k.shape[2], None if gates is None else gates.sums, chunk, full=train or final or initial is not None,
-            boundaries=call.boundaries, precise=final, key_dim=key_dim, update=engine.update,
-            scales=None if ranges is None else ranges.of_states, **tiles_for(q).states,
+            k, v, k.shape[2], None if gates is None else gates.sums, chunk,
+            full=train or return_state or initial is not None,
+            boundaries=call.boundaries, precise=return_state, key_dim=key_dim, update=engine.update,
+            scales=None if key_range is None else key_range.of_states, **tiles_for(q).states,
         )  # fmt: skip
         assert chunks is not None
-        states, end, _ = scan_sums(chunks, initial, want_end=final)
-    y, weight, past = engine.attend(call, q, k, v, gates, states, ranges)
+        states, end, _ = scan_sums(chunks, initial, return_end=return_state)
+    y, denominator, state_share = engine.attend(call, q, k, v, gates, states, key_range)
     saved_gates = (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
     saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
-    saved_ranges = (None, None, None) if ranges is None else (ranges.bound, ranges.scales, ranges.token_scales)
-    rest = (*(end or (None, None)), *saved_gates, *saved_states, past, *saved_ranges)
-    return y.contiguous(), weight, *rest
+    saved_ranges = (
+        (None, None, None) if key_range is None else (key_range.bound, key_range.scales, key_range.token_scales)
+    )
+    rest = (*(end or (None, None)), *saved_gates, *saved_states, state_share, *saved_ranges)
+    return y.contiguous(), denominator, *rest
 
 
 @fused_attention.register_fake
@@ -167,15 +171,15 @@ def _(
     key_dim: int,
     with_states: bool,
     train: bool,
-    final: bool,
+    return_state: bool,
 ) -> tuple[Tensor | None, ...]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
-    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = None
+    denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
+    final_kv = final_normalizer = gate_sums = to_end = from_start = low = high = normalizer = state_share = None
     bound = scales = token_scales = None
-    call = describe(q, v, power, chunk, with_states, initial_kv is not None, final, document_start, document_end)
+    call = describe(q, v, power, chunk, with_states, initial_kv is not None, return_state, document_start, document_end)
     # Asks no other engine: a GPU need not be there, and a length may be symbolic.
     if q.dtype == torch.float16 or PIECES.unsupported_reason(call) is None:
         bound = q.new_empty(batch, kv_heads, length, dtype=torch.float32)
@@ -184,35 +188,35 @@ def _(
             token_scales = q.new_empty(batch, kv_heads, 2, length, dtype=torch.float16)
     if log_gamma is not None:
         padded = -(-length // SCAN_BLOCK) * SCAN_BLOCK
-        sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
+        gate_sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
         to_end = q.new_empty(batch, kv_heads, padded, dtype=torch.float32)
         from_start = torch.empty_like(to_end)
-    if final:
-        end_kv = q.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32)
-        end_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
+    if return_state:
+        final_kv = q.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32)
+        final_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
     if call.reads_states:
         count = call.boundaries[1] - call.boundaries[0] + 1
-        full = train or final or initial_kv is not None
+        full = train or return_state or initial_kv is not None
         low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
         high_entries = entries_of_high(dim, key_dim)
         high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
         normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
-        past = torch.empty_like(weight)
-    kept = (sums, to_end, from_start, low, high, normalizer, past, bound, scales, token_scales)
-    return y, weight, end_kv, end_normalizer, *kept
+        state_share = torch.empty_like(denominator)
+    kept = (gate_sums, to_end, from_start, low, high, normalizer, state_share, bound, scales, token_scales)
+    return y, denominator, final_kv, final_normalizer, *kept
 
 
 @operator("sympow::attend_backward")
 def _attend_backward(
     dy: Tensor,
-    d_weight: Tensor | None,
+    d_denominator: Tensor | None,
     d_final_kv: Tensor | None,
     d_final_normalizer: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     y: Tensor,
-    weight: Tensor,
+    denominator: Tensor,
     saved: list[Tensor | None],
     document_start: Tensor | None,
     document_end: Tensor | None,
@@ -221,43 +225,44 @@ def _attend_backward(
     key_dim: int,
     with_states: bool,
     initial: bool,
-    final: bool,
+    return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, d log γ and the gradients of the initial state's kv and normalizer (each None if there is none).
 
     Args:
-        dy, d_weight, d_final_kv, d_final_normalizer: gradients of what `sympow::attend` returned.
-        q, k, v, y, weight: its inputs and outputs.
+        dy, d_denominator, d_final_kv, d_final_normalizer: gradients of what `sympow::attend` returned.
+        q, k, v, y, denominator: its inputs and outputs.
         saved: the fields of `Saved`.
-        power, chunk, key_dim, with_states, initial, final: as in `Options`.
+        power, chunk, key_dim, with_states, initial, return_state: as in `Options`.
     """
     kept = Saved(*saved)
-    call = describe(q, v, power, chunk, with_states, initial, final, document_start, document_end)
+    call = describe(q, v, power, chunk, with_states, initial, return_state, document_start, document_end)
     engine = engine_for(call)
-    gates, states, past = kept.gates, kept.states(chunk, call.boundaries[0]), kept.past
-    d_final = None if kept.ranges is None else _largest_entries(d_final_kv, d_final_normalizer)
-    rows = engine.prepare(call, q, k, v, y, dy, weight, d_weight, kept.ranges, d_final)
-    dq, row_terms = engine.query_gradient(call, rows, gates, states, past)
+    gates, states, state_share = kept.gates, kept.states(chunk, call.boundaries[0]), kept.state_share
+    d_final = None if kept.key_range is None else _largest_entries(d_final_kv, d_final_normalizer)
+    rows = engine.prepare(call, q, k, v, y, dy, denominator, d_denominator, kept.key_range, d_final)
+    dq, row_terms = engine.query_gradient(call, rows, gates, states, state_share)
     reverse = end = crossing = None
     if states is not None:
         start = None
-        if final:
+        if return_state:
             assert d_final_kv is not None
             assert d_final_normalizer is not None
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
             rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, chunk, full=True,
-            factor=rows.minus_delta, past=past, reverse=True, boundaries=call.boundaries, precise=initial,
-            key_dim=key_dim, update=engine.update, scales=None if rows.gradients is None else rows.gradients.of_states,
-            token_factor=None if rows.gradients is None else rows.gradients.factor, **tiles_for(q).states,
+            factor=rows.minus_delta, state_share=state_share, reverse=True, boundaries=call.boundaries, precise=initial,
+            key_dim=key_dim, update=engine.update,
+            scales=None if rows.row_gradients is None else rows.row_gradients.of_states,
+            token_factor=None if rows.row_gradients is None else rows.row_gradients.factor, **tiles_for(q).states,
         )  # fmt: skip
         assert chunks is not None
         reverse, end, crossing = scan_sums(
-            chunks, start, want_end=initial, other=states if gates else None,
-            other_scales=None if kept.ranges is None else kept.ranges.of_states,
+            chunks, start, return_end=initial, other=states if gates else None,
+            other_scales=None if kept.key_range is None else kept.key_range.of_states,
         )  # fmt: skip
     length, terms = k.shape[1], None
-    block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
+    block = drift_spacing(length)
     if gates is not None and states is None and length > block:
         terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
     dk, dv, column_terms = engine.key_gradient(call, rows, gates, reverse, Blocks(terms, block))
@@ -268,7 +273,7 @@ def _attend_backward(
         if crossing is not None:
             exact, spacing = exact_sums_at_boundaries(crossing, call.boundaries, length, chunk), chunk
         elif terms is not None:
-            exact, spacing = exact_sums_at_blocks(terms, None if rows.gradients else gates.to_end, block), block
+            exact, spacing = exact_sums_at_blocks(terms, None if rows.row_gradients else gates.to_end, block), block
         d_log_gamma = correct_drift(gate_gradient(row_terms, column_terms, power), exact, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), *rest
@@ -277,14 +282,14 @@ def _attend_backward(
 @_attend_backward.register_fake
 def _(
     dy: Tensor,
-    d_weight: Tensor | None,
+    d_denominator: Tensor | None,
     d_final_kv: Tensor | None,
     d_final_normalizer: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     y: Tensor,
-    weight: Tensor,
+    denominator: Tensor,
     saved: list[Tensor | None],
     document_start: Tensor | None,
     document_end: Tensor | None,
@@ -302,25 +307,38 @@ def _(
 
 
 def _save_attend(ctx, inputs, output) -> None:
-    q, k, v, log_gamma, document_start, document_end, initial_kv, _, power, chunk, key_dim, with_states, _, final = (
-        inputs
-    )
-    y, weight, end_kv, end_normalizer, *rest = output
-    ctx.save_for_backward(q, k, v, y, weight, document_start, document_end, *rest)
-    ctx.options = Options(power, chunk, key_dim, with_states, initial_kv is not None, final)
+    (
+        q,
+        k,
+        v,
+        log_gamma,
+        document_start,
+        document_end,
+        initial_kv,
+        _,
+        power,
+        chunk,
+        key_dim,
+        with_states,
+        _,
+        return_state,
+    ) = inputs
+    y, denominator, final_kv, final_normalizer, *rest = output
+    ctx.save_for_backward(q, k, v, y, denominator, document_start, document_end, *rest)
+    ctx.options = Options(power, chunk, key_dim, with_states, initial_kv is not None, return_state)
     ctx.gated = log_gamma is not None
-    ctx.final_shapes = (end_kv.shape, end_normalizer.shape) if final else None
+    ctx.final_shapes = (final_kv.shape, final_normalizer.shape) if return_state else None
     ctx.set_materialize_grads(False)
-    constant = (*rest, *(() if final else (end_kv, end_normalizer)))
+    constant = (*rest, *(() if return_state else (final_kv, final_normalizer)))
     ctx.mark_non_differentiable(*(x for x in constant if x is not None))
 
 
-def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_):
-    q, k, v, y, weight, document_start, document_end, *rest = ctx.saved_tensors
+def _differentiate_attend(ctx, dy, d_denominator, d_final_kv, d_final_normalizer, *_):
+    q, k, v, y, denominator, document_start, document_end, *rest = ctx.saved_tensors
     # A loss may depend on some of the outputs only.
     dy = torch.zeros_like(y) if dy is None else dy
-    d_weight = None if d_weight is None else d_weight.contiguous()
-    if ctx.options.final:
+    d_denominator = None if d_denominator is None else d_denominator.contiguous()
+    if ctx.options.return_state:
         d_final_kv, d_final_normalizer = (
             q.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient
             for gradient, shape in zip((d_final_kv, d_final_normalizer), ctx.final_shapes, strict=True)
@@ -328,7 +346,7 @@ def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_)
     else:
         d_final_kv = d_final_normalizer = None
     dq, dk, dv, d_log_gamma, d_kv, d_normalizer = _attend_backward(
-        dy, d_weight, d_final_kv, d_final_normalizer, q, k, v, y, weight, rest, document_start, document_end,
+        dy, d_denominator, d_final_kv, d_final_normalizer, q, k, v, y, denominator, rest, document_start, document_end,
         *ctx.options,
     )  # fmt: skip
     gradients = (dq, dk, dv, d_log_gamma if ctx.gated else None, None, None)
@@ -351,24 +369,18 @@ def _(q: Tensor) -> Tensor:
 
 
 def describe(
-    q: Tensor, v: Tensor, power: int, chunk: int, with_states: bool, initial: bool, final: bool,
+    q: Tensor, v: Tensor, power: int, chunk: int, with_states: bool, initial: bool, return_state: bool,
     document_start: Tensor | None, document_end: Tensor | None,
 ) -> Call:  # fmt: skip
     """What chooses the engine of a call; arguments as in `fused_attention` and `Options`."""
     documents = None
     if document_start is not None and document_end is not None:
         documents = Documents(document_start, document_end)
-    boundaries = boundaries_with_states(q.shape[1], chunk, initial, final) if with_states else (1, 0)
+    boundaries = boundaries_with_states(q.shape[1], chunk, initial, return_state) if with_states else (1, 0)
     return Call(
         q.device if q.is_cuda else None, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], power, chunk, with_states,
         boundaries, documents,
     )  # fmt: skip
-
-
-def boundaries_with_states(length: int, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
-    """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
-    chunks = -(-length // chunk)
-    return (0 if initial else 1), (chunks if final else chunks - 1)
 
 
 def _largest_entries(kv: Tensor | None, normalizer: Tensor | None) -> Tensor | None:

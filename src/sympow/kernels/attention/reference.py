@@ -20,7 +20,7 @@ def attention_reference(
     chunk: int = 0,
     document_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij, (b, t, h, e), and the weights Σ_{j≤i} B_ij, (b, h, t).
+    """y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij, (b, t, h, e), and the denominators Σ_{j≤i} B_ij, (b, h, t).
 
     B_ij = exp(G_i − G_j) (q_i · k_j)^p with G the running sum of log γ (paper §3.1, rotations already applied). A row
     without weight gives 0.
@@ -44,9 +44,9 @@ def attention_reference(
     if log_gamma is not None:
         scores = scores * decays_reference(log_gamma, visible).repeat_interleave(group, dim=1).to(scores.dtype)
     scores = scores.masked_fill(~visible, 0.0)
-    weight = scores.sum(-1)
+    denominator = scores.sum(-1)
     y = torch.einsum("bhij,bjhe->bihe", scores, v)
-    return y / torch.where(weight == 0, 1, weight).transpose(1, 2).unsqueeze(-1), weight
+    return y / torch.where(denominator == 0, 1, denominator).transpose(1, 2).unsqueeze(-1), denominator
 
 
 def decays_reference(log_gamma: Tensor, visible: Tensor) -> Tensor:

@@ -21,11 +21,18 @@ from torch import Tensor
 from sympow.kernels import running_sums
 from sympow.kernels.attention import backward as attention_backward
 from sympow.kernels.attention import forward as attention_forward
-from sympow.kernels.attention.op import boundaries_with_states
 from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import scale_queries
 from sympow.kernels.running_sums import Gates, correct_drift, exact_sums_at_boundaries, gate_gradient
-from sympow.kernels.states.quadratic import ChunkStates, ChunkSums, FullState, chunk_sums, end_alone, scan_sums
+from sympow.kernels.states.full_state import FullState
+from sympow.kernels.states.quadratic import (
+    ChunkStates,
+    ChunkSums,
+    boundaries_with_states,
+    chunk_sums,
+    end_alone,
+    scan_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,12 @@ class Plan:
     Attributes:
         chunk: tokens per chunk.
         initial: whether a state comes in: the document began in an earlier shard.
-        final: whether a state goes out: the document continues in a later shard.
+        return_state: whether a state goes out: the document continues in a later shard.
     """
 
     chunk: int
     initial: bool
-    final: bool
+    return_state: bool
 
 
 class Folded(NamedTuple):
@@ -57,20 +64,21 @@ class Folded(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What `attend` writes: y (b, t, h, e); the rows' weights and φ(q) Z of their states, (b, h, t) float32 each."""
+    """What `attend` writes: y (b, t, h, e); the rows' denominators and the states' shares of them, φ(q) Z, (b, h, t)
+    float32 each."""
 
     y: Tensor
-    weight: Tensor
-    past: Tensor
+    denominator: Tensor
+    state_share: Tensor
 
     @classmethod
     def new(cls, q: Tensor, v: Tensor, plan: Plan) -> Outputs:
         """Uninitialized, for queries and values of all heads."""
         batch, length, heads, _ = q.shape
-        weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+        denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
         # Without an incoming state the first chunk has no state, and nothing is written for it.
-        past = torch.empty_like(weight) if plan.initial else torch.zeros_like(weight)
-        return cls(v.new_empty(batch, length, heads, v.shape[-1]), weight, past)
+        state_share = torch.empty_like(denominator) if plan.initial else torch.zeros_like(denominator)
+        return cls(v.new_empty(batch, length, heads, v.shape[-1]), denominator, state_share)
 
 
 class Rows(NamedTuple):
@@ -108,9 +116,9 @@ def fold(k: Tensor, v: Tensor, gates: Gates | None, plan: Plan) -> Folded:
     """Folds rotated keys (b, t, h_kv, d) and values (b, t, h_kv, e) into the sums of chunks."""
     chunks = chunk_sums(
         k, v, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True, boundaries=_boundaries(k, plan),
-        precise=plan.final, **tiles_for(k).states,
+        precise=plan.return_state, **tiles_for(k).states,
     )  # fmt: skip
-    return Folded(chunks, end_alone(chunks) if plan.final and chunks is not None else None)
+    return Folded(chunks, end_alone(chunks) if plan.return_state and chunks is not None else None)
 
 
 def attend(
@@ -126,26 +134,32 @@ def attend(
 
 def prepare_gradient(dy: Tensor, q: Tensor, out: Outputs) -> Rows:
     """What the other steps read of the rows, from the gradient dy of y, contiguous."""
-    return Rows(*scale_queries(q), *attention_backward.prepare(out.y, dy, out.weight))
+    return Rows(*scale_queries(q), *attention_backward.prepare(out.y, dy, out.denominator))
 
 
-def fold_gradient(rows: Rows, k: Tensor, gates: Gates | None, past: Tensor, plan: Plan) -> Folded:
-    """Folds queries and output gradients into the sums of chunks; `past` as in `Outputs`."""
+def fold_gradient(rows: Rows, k: Tensor, gates: Gates | None, state_share: Tensor, plan: Plan) -> Folded:
+    """Folds queries and output gradients into the sums of chunks; `state_share` as in `Outputs`."""
     chunks = chunk_sums(
         rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True,
-        factor=rows.minus_delta, past=past, reverse=True, boundaries=_boundaries(k, plan), precise=plan.initial,
-        **tiles_for(k).states,
+        factor=rows.minus_delta, state_share=state_share, reverse=True, boundaries=_boundaries(k, plan),
+        precise=plan.initial, **tiles_for(k).states,
     )  # fmt: skip
     return Folded(chunks, end_alone(chunks) if plan.initial and chunks is not None else None)
 
 
 def query_gradient(
-    rows: Rows, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates | None, past: Tensor, out: Gradients
+    rows: Rows,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None,
+    states: ChunkStates | None,
+    state_share: Tensor,
+    out: Gradients,
 ) -> None:
     """Writes dq and the rows' terms."""
     attention_backward.query_gradient(
-        rows.q, rows.scale, k, v, rows.dy, rows.minus_delta, 2, gates, states, past=past, out=(out.dq, out.row_terms),
-        **tiles_for(k).query,
+        rows.q, rows.scale, k, v, rows.dy, rows.minus_delta, 2, gates, states, state_share=state_share,
+        out=(out.dq, out.row_terms), **tiles_for(k).query,
     )  # fmt: skip
 
 
@@ -183,4 +197,4 @@ def gates_gradient(k: Tensor, out: Gradients, crossing: Tensor | None, plan: Pla
 
 
 def _boundaries(k: Tensor, plan: Plan) -> tuple[int, int]:
-    return boundaries_with_states(k.shape[1], plan.chunk, plan.initial, plan.final)
+    return boundaries_with_states(k.shape[1], plan.chunk, plan.initial, plan.return_state)

@@ -42,7 +42,7 @@ def fused_decode(
     normalizer: Tensor,
     phase: Tensor | None,
     index: Tensor,
-    weight: Tensor,
+    feature_weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One token from a state: y (b, h, e), and kv, normalizer and phase (None without rotation) after it.
 
@@ -50,10 +50,10 @@ def fused_decode(
         q, k, v, log_gamma, beta, theta, phase: shapes as in `Token`; the phase contiguous.
         kv, normalizer: (b, h_kv, D, e) and (b, h_kv, D), float32 contiguous.
         index: which entries each feature multiplies, (D, p) int16.
-        weight: √ of the features' multinomial coefficients, (D,) float32.
+        feature_weights: √ of the features' multinomial coefficients, (D,) float32.
     """
     token = _token(q, k, v, log_gamma, beta, theta, phase)
-    out = decode_step(token, StateArguments(kv, normalizer, index, weight))
+    out = decode_step(token, StateArguments(kv, normalizer, index, feature_weights))
     return out.y, out.kv, out.normalizer, None if phase is None else out.phase  # type: ignore[return-value]
 
 
@@ -76,7 +76,7 @@ def _(
 
 @operator(
     "sympow::window_step",
-    mutates=("keys", "values", "sums", "count", "phase", "arrivals", "workspace"),
+    mutates=("keys", "values", "decay", "count", "phase", "arrivals", "workspace"),
 )
 def fused_window_step(
     q: Tensor,
@@ -90,13 +90,13 @@ def fused_window_step(
     scale: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    sums: Tensor,
+    decay: Tensor,
     count: Tensor,
     phase: Tensor | None,
     arrivals: Tensor,
     workspace: Tensor,
     index: Tensor | None,
-    weight: Tensor | None,
+    feature_weights: Tensor | None,
     power: int,
     split_batch: int = 0,
 ) -> Tensor:
@@ -106,8 +106,8 @@ def fused_window_step(
         kv, scale: the state in float32 and None, or its 16-bit copy and the scales of the rows.
     """
     return window_step(
-        _token(q, k, v, log_gamma, beta, theta, phase), StateArguments(kv, normalizer, index, weight, scale),
-        RecentTokens(keys, values, sums, count), arrivals, workspace.flatten(), power, split_batch,
+        _token(q, k, v, log_gamma, beta, theta, phase), StateArguments(kv, normalizer, index, feature_weights, scale),
+        RecentTokens(keys, values, decay, count), arrivals, workspace.flatten(), power, split_batch,
     )  # fmt: skip
 
 
@@ -119,21 +119,21 @@ def fused_fold(
     scale: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    sums: Tensor,
+    decay: Tensor,
     count: Tensor,
     arrivals: Tensor,
     index: Tensor,
-    weight: Tensor,
+    feature_weights: Tensor,
 ) -> None:
     """Folds a window's tokens into the state, and writes its 16-bit copy and scales unless they are None; shapes as in
     `fused_window_step`."""
-    state = StateArguments(kv, normalizer, index, weight, scale)
-    window_fold(state, RecentTokens(keys, values, sums, count), arrivals, copy)
+    state = StateArguments(kv, normalizer, index, feature_weights, scale)
+    window_fold(state, RecentTokens(keys, values, decay, count), arrivals, copy)
 
 
 @operator(
     "sympow::softmax_step",
-    mutates=("keys", "values", "sums", "count", "phase", "arrivals", "workspace"),
+    mutates=("keys", "values", "decay", "count", "phase", "arrivals", "workspace"),
 )
 def fused_softmax_step(
     q: Tensor,
@@ -144,7 +144,7 @@ def fused_softmax_step(
     theta: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    sums: Tensor | None,
+    decay: Tensor | None,
     count: Tensor,
     phase: Tensor | None,
     arrivals: Tensor,
@@ -152,7 +152,7 @@ def fused_softmax_step(
 ) -> Tensor:
     """y (b, h, e); shapes as in `softmax_step`, of any strides where tensors are not written to."""
     token = _token(q, k, v, log_gamma, beta, theta, phase)
-    return softmax_step(token, RecentTokens(keys, values, sums, count), arrivals, workspace)
+    return softmax_step(token, RecentTokens(keys, values, decay, count), arrivals, workspace)
 
 
 def _empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:

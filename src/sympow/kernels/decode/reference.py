@@ -25,9 +25,9 @@ class Step(NamedTuple):
     phase: Tensor | None
 
 
-def features_reference(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """φ(x): the products of the entries `index` (D, p) of x (…, d), times `weight` (D,): (…, D)."""
-    return x[..., index.long()].prod(-1) * weight
+def features_reference(x: Tensor, index: Tensor, feature_weights: Tensor) -> Tensor:
+    """φ(x): the products of the entries `index` (D, p) of x (…, d), times `feature_weights` (D,): (…, D)."""
+    return x[..., index.long()].prod(-1) * feature_weights
 
 
 def decode_step_reference(
@@ -41,14 +41,14 @@ def decode_step_reference(
     normalizer: Tensor,
     phase: Tensor | None,
     index: Tensor,
-    weight: Tensor,
+    feature_weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Twin of `state_step.decode_step`: y, and the state after the token, S ← γ S + φ(k) vᵀ, Z ← γ Z + φ(k)."""
     token = _rotate(q, k, v, log_gamma, beta, theta, phase)
-    gamma, phi_key = token.log_gamma.exp().to(kv.dtype), features_reference(token.k, index, weight)
+    gamma, phi_key = token.log_gamma.exp().to(kv.dtype), features_reference(token.k, index, feature_weights)
     kv = gamma[..., None, None] * kv + phi_key.unsqueeze(-1) * token.v.unsqueeze(-2)
     normalizer = gamma.unsqueeze(-1) * normalizer + phi_key
-    phi_query = features_reference(token.q, index, weight)
+    phi_query = features_reference(token.q, index, feature_weights)
     y = _divide(phi_query @ kv, phi_query @ normalizer.unsqueeze(-1))
     return y.flatten(1, 2), kv, normalizer, token.phase
 
@@ -64,43 +64,43 @@ def window_step_reference(
     normalizer: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    sums: Tensor,
+    decay: Tensor,
     phase: Tensor | None,
     index: Tensor | None,
-    weight: Tensor | None,
+    feature_weights: Tensor | None,
     power: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Twin of `window_step.window_step`: y, and keys, values, sums and phase with the token appended.
+    """Twin of `window_step.window_step`: y, and keys, values, decay and phase with the token appended.
 
     Args:
-        keys, values, sums: of the n tokens in the window, (b, h_kv, d, n), (b, h_kv, n, e) and (b, h_kv, n).
+        keys, values, decay: of the n tokens in the window, (b, h_kv, d, n), (b, h_kv, n, e) and (b, h_kv, n).
     """
     token = _rotate(q, k, v, log_gamma, beta, theta, phase)
-    before = sums[..., -1] if sums.shape[-1] else torch.zeros_like(token.log_gamma)
-    total = before + (token.log_gamma / power).clamp(min=-1000.0)
+    so_far = decay[..., -1] if decay.shape[-1] else torch.zeros_like(token.log_gamma)
+    total = so_far + (token.log_gamma / power).clamp(min=-1000.0)
     keys = torch.cat([keys, token.k.unsqueeze(-1).to(keys.dtype)], dim=-1)
     values = torch.cat([values, token.v.unsqueeze(-2).to(values.dtype)], dim=-2)
-    sums = torch.cat([sums, total.unsqueeze(-1)], dim=-1)
-    decay = ((total.unsqueeze(-1) - sums) * power).exp().to(token.q.dtype)
-    scores = (token.q @ keys.to(token.q.dtype)) ** power * decay.unsqueeze(2)
+    decay = torch.cat([decay, total.unsqueeze(-1)], dim=-1)
+    since = ((total.unsqueeze(-1) - decay) * power).exp().to(token.q.dtype)
+    scores = (token.q @ keys.to(token.q.dtype)) ** power * since.unsqueeze(2)
     numerator, denominator = scores @ values.to(token.q.dtype), scores.sum(-1, keepdim=True)
-    if kv is not None and normalizer is not None and index is not None and weight is not None:
+    if kv is not None and normalizer is not None and index is not None and feature_weights is not None:
         gamma = (total * power).exp().to(kv.dtype)[..., None, None]
-        phi_query = features_reference(token.q, index, weight)
+        phi_query = features_reference(token.q, index, feature_weights)
         numerator = numerator + gamma * (phi_query @ kv)
         denominator = denominator + gamma * (phi_query @ normalizer.unsqueeze(-1))
-    return _divide(numerator, denominator).flatten(1, 2), keys, values, sums, token.phase
+    return _divide(numerator, denominator).flatten(1, 2), keys, values, decay, token.phase
 
 
 def window_fold_reference(
-    kv: Tensor, normalizer: Tensor, keys: Tensor, values: Tensor, sums: Tensor, index: Tensor, weight: Tensor
+    kv: Tensor, normalizer: Tensor, keys: Tensor, values: Tensor, decay: Tensor, index: Tensor, feature_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Twin of `window_step.window_fold`: the state with n tokens folded in, S ← γ S + Σ_j b_j φ(k_j) v_jᵀ, and Z
     alike."""
     power = index.shape[1]
-    decay = ((sums[..., -1:] - sums) * power).exp().to(kv.dtype)
-    gamma = (sums[..., -1] * power).exp().to(kv.dtype)
-    phi = features_reference(keys.to(kv.dtype).transpose(-1, -2), index, weight) * decay.unsqueeze(-1)
+    since = ((decay[..., -1:] - decay) * power).exp().to(kv.dtype)
+    gamma = (decay[..., -1] * power).exp().to(kv.dtype)
+    phi = features_reference(keys.to(kv.dtype).transpose(-1, -2), index, feature_weights) * since.unsqueeze(-1)
     kv = gamma[..., None, None] * kv + phi.transpose(-1, -2) @ values.to(kv.dtype)
     return kv, gamma.unsqueeze(-1) * normalizer + phi.sum(-2)
 
@@ -121,23 +121,23 @@ def softmax_step_reference(
     theta: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    sums: Tensor | None,
+    decay: Tensor | None,
     phase: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Twin of `softmax_step.softmax_step`: y, and keys, values, sums and phase with the token appended.
+    """Twin of `softmax_step.softmax_step`: y, and keys, values, decay and phase with the token appended.
 
     Args:
-        keys, values, sums: of the n cached tokens, (b, h_kv, n, d), (b, h_kv, n, e) and (b, h_kv, n) or None.
+        keys, values, decay: of the n cached tokens, (b, h_kv, n, d), (b, h_kv, n, e) and (b, h_kv, n) or None.
     """
     token = _rotate(q, k, v, log_gamma, beta, theta, phase)
     keys = torch.cat([keys, token.k.unsqueeze(2).to(keys.dtype)], dim=2)
     values = torch.cat([values, token.v.unsqueeze(2).to(values.dtype)], dim=2)
     logits = token.q @ keys.to(token.q.dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if sums is not None:
-        before = sums[..., -1] if sums.shape[-1] else torch.zeros_like(token.log_gamma)
-        sums = torch.cat([sums, (before + token.log_gamma.clamp(min=-1e5)).unsqueeze(-1)], dim=-1)
-        logits = logits + (sums[..., -1:] - sums).to(logits.dtype).unsqueeze(2)
-    return (logits.softmax(-1) @ values.to(token.q.dtype)).flatten(1, 2), keys, values, sums, token.phase
+    if decay is not None:
+        so_far = decay[..., -1] if decay.shape[-1] else torch.zeros_like(token.log_gamma)
+        decay = torch.cat([decay, (so_far + token.log_gamma.clamp(min=-1e5)).unsqueeze(-1)], dim=-1)
+        logits = logits + (decay[..., -1:] - decay).to(logits.dtype).unsqueeze(2)
+    return (logits.softmax(-1) @ values.to(token.q.dtype)).flatten(1, 2), keys, values, decay, token.phase
 
 
 def step_gates_reference(

@@ -66,8 +66,8 @@ def softmax_step_kernel(
     values_ptr = cache.v + sequence * sizes.capacity * sizes.value_dim
     total = tl.full((), 0.0, tl.float64)
     if GATED:
-        sums_ptr = cache.sums + sequence * sizes.capacity
-        total += tl.load(sums_ptr + count - 1, mask=count > 0, other=0.0)
+        held_decay_ptr = cache.decay + sequence * sizes.capacity
+        total += tl.load(held_decay_ptr + count - 1, mask=count > 0, other=0.0)
         total += tl.maximum(tl.load(token.log_gamma + sequence).to(tl.float64), CLOSED_GATE)
     key = load_rotated(token.k + batch * strides.k_batch + head * strides.k_head, cos, sin, known_entries, DIM, ROTATED)
     value = tl.load(
@@ -93,7 +93,7 @@ def softmax_step_kernel(
                               mask=seen[:, None] & inside[None, :], other=0.0)  # fmt: skip
         since = tl.zeros((KEYS,), tl.float32)
         if GATED:
-            since += (total - tl.load(sums_ptr + positions, mask=seen, other=0.0)).to(tl.float32)
+            since += (total - tl.load(held_decay_ptr + positions, mask=seen, other=0.0)).to(tl.float32)
             seen = seen & (since > CLOSED_GATE)
         next_sums = ()
         next_weights = ()
@@ -101,27 +101,27 @@ def softmax_step_kernel(
         for member in tl.static_range(GROUP):
             logit = tl.sum(past_keys.to(tl.float32) * queries[member][None, :], axis=1) + since * LOG2_E
             logit = tl.where(seen, logit, LOWEST)
-            high = tl.maximum(largest[member], logit)
-            shrink = tl.exp2(largest[member] - high)
-            weight = tl.where(seen, tl.exp2(logit - high), 0.0)
+            most = tl.maximum(largest[member], logit)
+            shrink = tl.exp2(largest[member] - most)
+            weight = tl.where(seen, tl.exp2(logit - most), 0.0)
             next_sums = next_sums + (sums[member] * shrink[:, None] + weight[:, None] * past_values.to(tl.float32),)
             next_weights = next_weights + (weights[member] * shrink + weight,)
-            next_largest = next_largest + (high,)
+            next_largest = next_largest + (most,)
         sums = next_sums
         weights = next_weights
         largest = next_largest
     mine = (sequence * splits.count + split) * GROUP
     for member in tl.static_range(GROUP):
-        high = tl.max(largest[member], axis=0)
-        shrink = tl.exp2(largest[member] - high)
+        most = tl.max(largest[member], axis=0)
+        shrink = tl.exp2(largest[member] - most)
         tl.store(exchange.partial + (mine + member) * COLUMNS + columns, tl.sum(sums[member] * shrink[:, None], axis=0))
-        tl.store(exchange.totals + (mine + member) * 2, tl.sum(weights[member] * shrink, axis=0))
-        tl.store(exchange.totals + (mine + member) * 2 + 1, high)
+        tl.store(exchange.denominators + (mine + member) * 2, tl.sum(weights[member] * shrink, axis=0))
+        tl.store(exchange.denominators + (mine + member) * 2 + 1, most)
     if (count >= first) & (count < tl.minimum(first + splits.keys_per_split, sizes.capacity)):
         tl.store(keys_ptr + count * sizes.dim + entries, key.to(keys_ptr.dtype.element_ty), mask=known_entries)
         tl.store(values_ptr + count * sizes.value_dim + columns, value.to(values_ptr.dtype.element_ty), mask=inside)
         if GATED:
-            tl.store(sums_ptr + count, total)
+            tl.store(held_decay_ptr + count, total)
 
     tl.debug_barrier()  # all threads have written their sums before the CTA counts as finished
     arrived = tl.atomic_add(exchange.arrivals + sequence, 1, sem="acq_rel")
@@ -147,8 +147,10 @@ def softmax_step_kernel(
                 # Loads bypass the L1 cache, which does not see what other multiprocessors wrote.
                 pointers = exchange.partial + found[:, None] * COLUMNS + columns[None, :]
                 partial = tl.load(pointers, mask=there[:, None], other=0.0, cache_modifier=".cg")
-                partial_weights = tl.load(exchange.totals + found * 2, mask=there, other=0.0, cache_modifier=".cg")
-                highs = tl.load(exchange.totals + found * 2 + 1, mask=there, other=LOWEST, cache_modifier=".cg")
+                partial_weights = tl.load(
+                    exchange.denominators + found * 2, mask=there, other=0.0, cache_modifier=".cg"
+                )
+                highs = tl.load(exchange.denominators + found * 2 + 1, mask=there, other=LOWEST, cache_modifier=".cg")
                 raised = tl.maximum(reference, tl.max(highs, axis=0))
                 before, factors = tl.exp2(reference - raised), tl.exp2(highs - raised)
                 numerator = numerator * before + tl.sum(partial * factors[:, None], axis=0)
@@ -188,10 +190,10 @@ def softmax_step(token: Token, cache: RecentTokens, arrivals: Tensor, workspace:
     splits, keys_per_split = split_keys(batch * heads, capacity)
     out = Outputs(empty_output(token))
     lengths = [batch * heads * splits * group * columns, batch * heads * splits * group * 2]
-    partial, totals = workspace[: sum(lengths)].split(lengths)
+    partial, denominators = workspace[: sum(lengths)].split(lengths)
     launch(
         softmax_step_kernel, (batch * heads, splits),
-        token, cache, Exchange(arrivals, None, partial, totals), out, Sizes(heads, 0, dim, value_dim, capacity),
+        token, cache, Exchange(arrivals, None, partial, denominators), out, Sizes(heads, 0, dim, value_dim, capacity),
         SplitArguments(splits, 0, keys_per_split, 0), Strides.of(token),
         GROUP=group, DIM=vector_block(dim), COLUMNS=columns, GATED=token.log_gamma is not None,
         ROTATED=token.theta is not None, SCALED=token.beta is not None,

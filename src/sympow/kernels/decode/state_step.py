@@ -111,7 +111,7 @@ class StateArguments(NamedTuple):
     kv: Any = None
     normalizer: Any = None
     pairs: Any = None
-    weight: Any = None
+    feature_weights: Any = None
     scale: Any = None
 
 
@@ -123,13 +123,13 @@ class RecentTokens(NamedTuple):
 
     Attributes:
         k, v: rotated keys, and values.
-        sums: running sums of log γ^(1/p), or of log γ for softmax.
+        decay: running sums of log γ^(1/p), or of log γ for softmax.
         count: how many tokens there are, (b, h_kv) int32.
     """
 
     k: Any = None
     v: Any = None
-    sums: Any = None
+    decay: Any = None
     count: Any = None
 
 
@@ -140,7 +140,7 @@ class Exchange(NamedTuple):
     arrivals: Any
     vectors: Any
     partial: Any
-    totals: Any
+    denominators: Any
     features: Any = None
 
 
@@ -222,20 +222,20 @@ def _load_tiles(
 def _load_rows(normalizer_ptr, state, rows, valid, POWER: tl.constexpr):
     """Entries of a normalizer, of the features' weights, and of the entries that they multiply."""
     normalizer = tl.load(normalizer_ptr + rows, mask=valid, other=0.0)
-    weight = tl.load(state.weight + rows, mask=valid, other=0.0)
+    feature_weights = tl.load(state.feature_weights + rows, mask=valid, other=0.0)
     entries = ()
     for pair in tl.static_range(POWER // 2):
         entries = entries + (tl.load(state.pairs + rows * (POWER // 2) + pair, mask=valid, other=0),)
-    return normalizer, weight, entries
+    return normalizer, feature_weights, entries
 
 
 @triton.jit
-def _features(vector_ptr, weight, entries, POWER: tl.constexpr):
+def _features(vector_ptr, feature_weights, entries, POWER: tl.constexpr):
     """φ at some rows of the feature list: products of POWER entries of a float32 vector in memory, times weights.
 
     `entries`: POWER / 2 tensors of indices, two in each int32.
     """
-    product = weight
+    product = feature_weights
     for pair in tl.static_range(POWER // 2):
         product = product * tl.load(vector_ptr + (entries[pair] & 0xFFFF)) * tl.load(vector_ptr + (entries[pair] >> 16))
     return product
@@ -253,13 +253,13 @@ def _write_features(
     for start in tl.range(first_row, last_row, FEATURES):
         rows = start + tl.arange(0, FEATURES)
         valid = rows < last_row
-        normalizer, weight, factors = _load_rows(normalizer_ptr, state, rows, valid, POWER)
+        normalizer, feature_weights, factors = _load_rows(normalizer_ptr, state, rows, valid, POWER)
         if COPY:
             scale = tl.load(scale_ptr + rows, mask=valid, other=0.0)
         next_weights = ()
         next_magnitudes = ()
         for member in tl.static_range(GROUP):
-            phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
+            phi_query = _features(vectors + (member + 1) * DIM, feature_weights, factors, POWER)
             next_weights = next_weights + (weights[member] + phi_query * normalizer,)
             next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(phi_query * normalizer),)
             if COPY:
@@ -345,7 +345,7 @@ def step_kernel(
     count = 0
     if WINDOW:
         count = tl.load(window.count + sequence)
-        total += tl.load(window.sums + sequence * sizes.capacity + count - 1, mask=count > 0, other=0.0)
+        total += tl.load(window.decay + sequence * sizes.capacity + count - 1, mask=count > 0, other=0.0)
     if GATED:
         total += tl.maximum(tl.load(token.log_gamma + sequence).to(tl.float64) * (1 / POWER), CLOSED_GATE_ROOT)
     gamma = tl.exp((total * POWER).to(tl.float32))
@@ -383,7 +383,7 @@ def step_kernel(
             ).to(tl.float32)  # fmt: skip
             past_values = tl.load(window.v + places[:, None] * sizes.value_dim + columns[None, :],
                                   mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)  # fmt: skip
-            since = total - tl.load(window.sums + places, mask=seen, other=0.0)
+            since = total - tl.load(window.decay + places, mask=seen, other=0.0)
             decay = tl.where(seen, tl.exp((since * POWER).to(tl.float32)), 0.0)
             next_recent = ()
             next_scores = ()
@@ -395,7 +395,7 @@ def step_kernel(
             scores = next_scores
         for member in tl.static_range(GROUP):
             tl.store(exchange.partial + (mine + member) * COLUMNS + columns, tl.sum(recent[member], axis=0))
-            tl.store(exchange.totals + (mine + member) * 2, tl.sum(scores[member], axis=0))
+            tl.store(exchange.denominators + (mine + member) * 2, tl.sum(scores[member], axis=0))
         if (count >= first) & (count < tl.minimum(first + splits.keys_per_split, sizes.capacity)):
             place = sequence * sizes.capacity + count
             target = window.k + (sequence * sizes.dim + entries) * sizes.capacity + count
@@ -403,7 +403,7 @@ def step_kernel(
             tl.store(
                 window.v + place * sizes.value_dim + columns, value.to(window.v.dtype.element_ty), mask=inside
             )  # fmt: skip
-            tl.store(window.sums + place, total)
+            tl.store(window.decay + place, total)
     elif STATE:
         accs = (tl.zeros((ROWS, COLUMNS), tl.float32),) * GROUP
         if UPDATE:
@@ -411,7 +411,7 @@ def step_kernel(
             magnitudes = (tl.zeros((ROWS,), tl.float32),) * GROUP
             for start in tl.range(first_row, last_row, ROWS):
                 kv = ahead[0]
-                normalizer, weight, factors = rows_ahead
+                normalizer, feature_weights, factors = rows_ahead
                 rows = start + ROWS + tl.arange(0, ROWS)
                 ahead = (_load_kv(kv_ptr, rows, rows < last_row, columns, inside, sizes.value_dim),)
                 rows_ahead = _load_rows(normalizer_ptr, state, rows, rows < last_row, POWER)
@@ -419,7 +419,7 @@ def step_kernel(
                 next_weights = ()
                 next_magnitudes = ()
                 for member in tl.static_range(GROUP):
-                    phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
+                    phi_query = _features(vectors + (member + 1) * DIM, feature_weights, factors, POWER)
                     next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
                     next_weights = next_weights + (weights[member] + phi_query * normalizer,)
                     next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(phi_query * normalizer),)
@@ -428,7 +428,7 @@ def step_kernel(
                 magnitudes = next_magnitudes
                 rows = start + tl.arange(0, ROWS)
                 valid = rows < last_row
-                phi_key = _features(vectors, weight, factors, POWER)
+                phi_key = _features(vectors, feature_weights, factors, POWER)
                 tl.store(
                     out.kv + (sequence * sizes.features + rows)[:, None] * sizes.value_dim + columns[None, :],
                     kv * gamma + phi_key[:, None] * value[None, :], mask=valid[:, None] & inside[None, :],
@@ -470,8 +470,8 @@ def step_kernel(
                 phi_ahead = next_phi
         for member in tl.static_range(GROUP):
             tl.store(exchange.partial + (mine + member) * COLUMNS + columns, tl.sum(accs[member], axis=0))
-            tl.store(exchange.totals + (mine + member) * 2, tl.sum(weights[member], axis=0))
-            tl.store(exchange.totals + (mine + member) * 2 + 1, tl.sum(magnitudes[member], axis=0))
+            tl.store(exchange.denominators + (mine + member) * 2, tl.sum(weights[member], axis=0))
+            tl.store(exchange.denominators + (mine + member) * 2 + 1, tl.sum(magnitudes[member], axis=0))
 
     tl.debug_barrier()  # all threads have written their sums before the CTA counts as finished
     arrived = tl.atomic_add(exchange.arrivals + sequence, 1, sem="acq_rel")
@@ -499,15 +499,15 @@ def step_kernel(
                 if STATE:
                     state_sums += tl.load(pointers, mask=of_state[:, None], other=0.0, cache_modifier=".cg")
                     state_weights += tl.load(
-                        exchange.totals + found * 2, mask=of_state, other=0.0, cache_modifier=".cg"
+                        exchange.denominators + found * 2, mask=of_state, other=0.0, cache_modifier=".cg"
                     )
                     state_magnitudes += tl.load(
-                        exchange.totals + found * 2 + 1, mask=of_state, other=0.0, cache_modifier=".cg"
+                        exchange.denominators + found * 2 + 1, mask=of_state, other=0.0, cache_modifier=".cg"
                     )
                 if WINDOW:
                     recent_sums += tl.load(pointers, mask=of_window[:, None], other=0.0, cache_modifier=".cg")
                     recent_weights += tl.load(
-                        exchange.totals + found * 2, mask=of_window, other=0.0, cache_modifier=".cg"
+                        exchange.denominators + found * 2, mask=of_window, other=0.0, cache_modifier=".cg"
                     )
             # The state counts unless φ(q) Z is indistinguishable from rounding; keys, this token's included, by scores.
             past = tl.sum(state_weights, axis=0)
@@ -569,7 +569,7 @@ def launch_step(
 ) -> Tensor:
     """y (b, h, e) of one token; `decode_step` and `window_step` explain the arguments."""
     (batch, heads, dim), value_dim = token.k.shape, token.v.shape[-1]
-    group, features = token.q.shape[1] // heads, 0 if state.weight is None else state.weight.shape[0]
+    group, features = token.q.shape[1] // heads, 0 if state.feature_weights is None else state.feature_weights.shape[0]
     block_dim, columns = vector_block(dim), triton.next_power_of_2(value_dim)
     if state.kv is not None and features * value_dim >= 2**31:
         raise ArgumentError("kv", f"holds {features * value_dim} numbers a head; the kernels take fewer than 2³¹")

@@ -77,8 +77,8 @@ def _row_scales(kv):
 
 @triton.jit
 def fold_window_kernel(
-    kv_ptr, normalizer_ptr, copy_ptr, scale_ptr, keys_ptr, values_ptr, sums_ptr, count_ptr, arrivals_ptr, pairs_ptr,
-    weight_ptr, features_count, dim, value_dim, capacity, splits, rows_per_split,
+    kv_ptr, normalizer_ptr, copy_ptr, scale_ptr, keys_ptr, values_ptr, held_decay_ptr, count_ptr, arrivals_ptr,
+    pairs_ptr, feature_weights_ptr, features_count, dim, value_dim, capacity, splits, rows_per_split,
     POWER: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """CTA (sequence, split): some rows of a state, in place. COPY: write the 16-bit copy, too."""
@@ -86,10 +86,10 @@ def fold_window_kernel(
     columns = tl.arange(0, COLUMNS)
     inside = columns < value_dim
     count = tl.load(count_ptr + sequence)
-    sums_ptr += sequence * capacity
+    held_decay_ptr += sequence * capacity
     keys_ptr += sequence * dim * capacity
     values_ptr += sequence * capacity * value_dim
-    total = tl.load(sums_ptr + count - 1, mask=count > 0, other=0.0)
+    total = tl.load(held_decay_ptr + count - 1, mask=count > 0, other=0.0)
     gamma = tl.exp((total * POWER).to(tl.float32))
     first = split * rows_per_split
     # Without tokens to fold, the state stays as it is, and nothing is read or written.
@@ -97,22 +97,22 @@ def fold_window_kernel(
     for start in tl.range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         valid = rows < features_count
-        weight = tl.load(weight_ptr + rows, mask=valid, other=0.0)
+        feature_weights = tl.load(feature_weights_ptr + rows, mask=valid, other=0.0)
         added = tl.zeros((ROWS, COLUMNS), tl.float32)
         added_normalizer = tl.zeros((ROWS,), tl.float32)
         for begin in tl.range(0, count, TOKENS):
             positions = begin + tl.arange(0, TOKENS)
             seen = positions < count
-            since = total - tl.load(sums_ptr + positions, mask=seen, other=0.0)
+            since = total - tl.load(held_decay_ptr + positions, mask=seen, other=0.0)
             decay = tl.where(seen, tl.exp((since * POWER).to(tl.float32)), 0.0)
-            phi = weight[:, None] * decay[None, :]
+            phi = feature_weights[:, None] * decay[None, :]
             for pair in tl.static_range(POWER // 2):
                 entries = tl.load(pairs_ptr + rows * (POWER // 2) + pair, mask=valid, other=0)
-                low, high = (entries & 0xFFFF) * capacity, (entries >> 16) * capacity
-                low_keys = tl.load(keys_ptr + (low[:, None] + positions[None, :]), mask=seen[None, :], other=0.0)
-                high_keys = tl.load(keys_ptr + (high[:, None] + positions[None, :]), mask=seen[None, :], other=0.0)
-                phi *= low_keys.to(tl.float32)
-                phi *= high_keys.to(tl.float32)
+                one, other = (entries & 0xFFFF) * capacity, (entries >> 16) * capacity
+                one_keys = tl.load(keys_ptr + (one[:, None] + positions[None, :]), mask=seen[None, :], other=0.0)
+                other_keys = tl.load(keys_ptr + (other[:, None] + positions[None, :]), mask=seen[None, :], other=0.0)
+                phi *= one_keys.to(tl.float32)
+                phi *= other_keys.to(tl.float32)
             values = tl.load(values_ptr + positions[:, None] * value_dim + columns[None, :],
                              mask=seen[:, None] & inside[None, :], other=0.0)  # fmt: skip
             added_normalizer += tl.sum(phi, axis=1)
@@ -227,7 +227,7 @@ def window_step(
     copied = state.scale is not None
     splits = split_window(
         (split_batch or batch) * heads,
-        0 if state.weight is None else state.weight.shape[0],
+        0 if state.feature_weights is None else state.feature_weights.shape[0],
         token.v.shape[-1],
         token.q.shape[1] // heads,
         window.k.shape[-1],
@@ -272,8 +272,8 @@ def window_fold(
     _, _, dim, capacity = window.k.shape
     launch(
         fold_window_kernel, (batch * heads, splits),
-        state.kv, state.normalizer, copy, state.scale, *window, arrivals, state.pairs.view(torch.int32), state.weight,
-        feature_count, dim, value_dim, capacity, splits, rows_per_split,
+        state.kv, state.normalizer, copy, state.scale, *window, arrivals, state.pairs.view(torch.int32),
+        state.feature_weights, feature_count, dim, value_dim, capacity, splits, rows_per_split,
         POWER=state.pairs.shape[1], COLUMNS=max(16, triton.next_power_of_2(value_dim)), ROWS=rows,
         TOKENS=min(tokens, max(16, triton.next_power_of_2(capacity))), COPY=copy is not None, num_warps=warps,
         num_stages=1, **register_limit(FOLD_REGISTERS if value_dim <= 64 else None), enable_fp_fusion=True,

@@ -46,8 +46,10 @@ from sympow.kernels.hopper.common import (
     matrix,
     new_barriers,
     padded_width,
+    pairwise_decay,
     prefetch,
     sums_before_chunk,
+    sums_since,
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
@@ -63,9 +65,9 @@ TILE, KEY_RING, QUERY_RING = 64, 4, 3
 
 @gluon.jit
 def _copy_keys(
-    k_desc, decayed_desc, v_desc, batch, head, begin, before, steps, buffers, ready, empty, STAGES: gl.constexpr
+    k_desc, decayed_desc, v_desc, batch, head, begin, steps_before, steps, buffers, ready, empty, STAGES: gl.constexpr
 ):
-    """Copies the tiles of keys and values of all steps, from row `begin` on; from `before` on they lie on the
+    """Copies the tiles of keys and values of all steps, from row `begin` on; from `steps_before` on they lie on the
     diagonal."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     k_buffers, v_buffers = buffers
@@ -75,18 +77,41 @@ def _copy_keys(
         barrier = ready.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        async_load(decayed_desc, start, barrier, k_buffers.index(stage), pred=step < before)
-        async_load(k_desc, start, barrier, k_buffers.index(stage), pred=step >= before)
+        async_load(decayed_desc, start, barrier, k_buffers.index(stage), pred=step < steps_before)
+        async_load(k_desc, start, barrier, k_buffers.index(stage), pred=step >= steps_before)
         async_load(v_desc, start, barrier, v_buffers.index(stage))
 
 
 @gluon.jit
-def plus_delta(products, minus_delta, factor, HALF: gl.constexpr):
-    """dy · v − δ; HALF: times a factor that δ already has (`float16_range`)."""
-    if HALF:
+def plus_delta(products, minus_delta, factor, FLOAT16: gl.constexpr):
+    """dy · v − δ; FLOAT16: times a factor that δ already has (`float16_range`)."""
+    if FLOAT16:
         return products * factor + minus_delta
     else:
         return products + minus_delta
+
+
+@gluon.jit
+def row_factors(
+    minus_delta, q_length, bound, own_bound, key_length, tile_decay, scales_ptr, POWER: gl.constexpr
+):  # fmt: skip
+    """In float16, what dy · v − δ is multiplied by, −δ times that, and the change of both on the diagonal, as log2; as
+    in the portable kernel (`float16_range`)."""
+    exponent, change = query_exponents(q_length, bound, own_bound, key_length, tile_decay, POWER)
+    change *= POWER - 1
+    row_scale = gl.expand_dims(power_of_two(exponent * (POWER - 1)) / key_length, 1)
+    row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
+    return row_factor, minus_delta * row_scale, change
+
+
+@gluon.jit
+def of_unscaled_queries(dq, q, first, sequence, length, row_term_ptr, scale_ptr, DQ: gl.constexpr):
+    """dq of the unscaled queries, from that of the scaled queries q in shared memory; stores q_i · dq_i."""
+    own = q.load(DQ).to(gl.float32)
+    rows = first + gl.arange(0, dq.shape[0], gl.SliceLayout(1, DQ))
+    offsets = sequence.to(gl.int64) * length + rows
+    gl.store(row_term_ptr + offsets, gl.sum(dq * own, axis=1), mask=rows < length)
+    return dq * gl.expand_dims(gl.load(scale_ptr + offsets, mask=rows < length, other=0.0), 1)
 
 
 @gluon.jit
@@ -97,7 +122,7 @@ def _query_rows(
     """dq_i and q_i · dq_i for the queries of one warpgroup."""
     q_desc, v_desc, dq_desc = descriptors
     minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr, half_pointers = pointers
-    batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary = place
+    batch, head, sequence, first, begin, steps_before, steps, length, padded, chunk, first_boundary = place
     q_buffers, dy_buffers = own_buffers
     k_buffers, v_buffers = buffers
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -105,7 +130,7 @@ def _query_rows(
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
     OWNED: gl.constexpr = 2 * ROWS
     dtype: gl.constexpr = q_desc.dtype
-    HALF: gl.constexpr = dtype == gl.float16
+    FLOAT16: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT_DQ: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -119,7 +144,7 @@ def _query_rows(
         reference_whole = gl.load(whole_ptr + first)
         reference_rest = gl.load(rest_ptr + first)
     row_factor = minus_delta
-    if HALF:
+    if FLOAT16:
         # As in the portable kernel: see `float16_range`.
         bound_ptr, q_length_ptr, factor_ptr, scales_ptr = half_pointers
         key_length = gl.load(scales_ptr + KEY_LENGTH)
@@ -129,13 +154,9 @@ def _query_rows(
         if GATED:
             tile_decay = (reference_whole - gl.load(whole_ptr + rows)).to(gl.float32)
             tile_decay += reference_rest - gl.load(rest_ptr + rows)
-        before_scale, change = query_exponents(
-            q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, POWER
+        row_factor, minus_delta, change = row_factors(
+            minus_delta, q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, scales_ptr, POWER
         )
-        change *= POWER - 1
-        row_scale = gl.expand_dims(power_of_two(before_scale * (POWER - 1)) / key_length, 1)
-        row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
-        minus_delta *= row_scale
     mbarrier.wait(own_ready, 0)
     q = matrix(q_buffers, MEMBER)
     dy = matrix(dy_buffers, MEMBER)
@@ -150,17 +171,17 @@ def _query_rows(
                 whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
                 dq *= gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
 
-    if before > 0:
+    if steps_before > 0:
         mbarrier.wait(ready.index(0), 0)
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
             log_decay = (reference_whole - gl.load(whole_ptr + begin + OWNED - 1)).to(gl.float32)
             log_decay += reference_rest - gl.load(rest_ptr + begin + OWNED - 1)
             grads *= gl.exp2(log_decay)
-        for step in range(1, before):
+        for step in range(1, steps_before):
             stage = step % STAGES
             last = (step - 1) % STAGES
             left = gl.convert_layout(grads.to(dtype), LEFT_DQ)
@@ -173,24 +194,24 @@ def _query_rows(
             dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dq = warpgroup_mma(left, matrix(k_buffers, last), dq, is_async=True)
             scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
-            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
             if GATED:
                 grads *= gl.exp2((reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest))
             dq, grads = warpgroup_mma_wait(0, deps=(dq, grads))
             free_stage(empty, last)
-        last = (before - 1) % STAGES
+        last = (steps_before - 1) % STAGES
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, last), dq)
         free_stage(empty, last)
 
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        if HALF:
+        if FLOAT16:
             row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
-    elif HALF:
+    elif FLOAT16:
         dq *= gl.expand_dims(gl.convert_layout(power_of_two(change), DQ_BY_ROW), 1)
-    for step in range(before, steps):
+    for step in range(steps_before, steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -198,31 +219,23 @@ def _query_rows(
         columns = begin + step * COLUMNS + gl.arange(0, COLUMNS, BY_COLUMN)
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
-            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-            column_rest = gl.load(rest_ptr + columns) - reference_rest
-            log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-            )
-            grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+            grads *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
-            if HALF:
+            if FLOAT16:
                 grads *= gl.expand_dims(power_of_two(change), 1)
             grads = gl.where(causal, grads, 0.0)
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
         free_stage(empty, stage)
 
     dq *= POWER
-    if HALF:
+    if FLOAT16:
         unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
         unscale /= gl.max(row_factor, axis=1)
         dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
-    own = q.load(DQ).to(gl.float32)
-    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
-    row_offsets = sequence.to(gl.int64) * length + rows
-    gl.store(row_term_ptr + row_offsets, gl.sum(dq * own, axis=1), mask=rows < length)
-    dq *= gl.expand_dims(gl.load(scale_ptr + row_offsets, mask=rows < length, other=0.0), 1)
+    dq = of_unscaled_queries(dq, q, first + MEMBER * ROWS, sequence, length, row_term_ptr, scale_ptr, DQ)
     q.store(dq.to(dtype))
     fence_async_shared()
     thread_barrier()
@@ -247,7 +260,7 @@ def query_gradient_kernel(
     kv_head = head // GROUP
     first = tile * 2 * ROWS
     begin = first // chunk * chunk
-    before = (first - begin) // v_desc.block_type.shape[2]
+    steps_before = (first - begin) // v_desc.block_type.shape[2]
     steps = (first + 2 * ROWS - begin) // v_desc.block_type.shape[2]
     kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
     if dtype == gl.float16:
@@ -274,7 +287,7 @@ def query_gradient_kernel(
     descriptors = (q_desc, v_desc, dq_desc)
     half_pointers = (bound_ptr, q_length_ptr, factor_ptr, scales_ptr)
     pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr, half_pointers)
-    place = (batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary)
+    place = (batch, head, sequence, first, begin, steps_before, steps, length, padded, chunk, first_boundary)
     own_buffers = (q_buffers, dy_buffers)
     buffers = (k_buffers, v_buffers)
     gl.warp_specialize([
@@ -282,7 +295,7 @@ def query_gradient_kernel(
                        gl.constexpr(0), POWER, GATED, WITH_STATE, STAGES)),
         (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
                        gl.constexpr(1), POWER, GATED, WITH_STATE, STAGES)),
-        (_copy_keys, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, before, steps, buffers, ready, empty,
+        (_copy_keys, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, steps_before, steps, buffers, ready, empty,
                       STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
@@ -347,7 +360,7 @@ def _key_rows(
     E: gl.constexpr = dv_desc.block_type.shape[3]
     OWNED: gl.constexpr = 2 * ROWS
     dtype: gl.constexpr = k_desc.dtype
-    HALF: gl.constexpr = dtype == gl.float16
+    FLOAT16: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
@@ -369,7 +382,7 @@ def _key_rows(
     k = matrix(k_buffers, MEMBER)
     v = matrix(v_buffers, MEMBER)
     value_factor = 1.0
-    if HALF:
+    if FLOAT16:
         # In the units of the queries, which have their factors folded in (`folded_rows.FoldedRows`).
         unit = gl.load(scales_ptr + KEY_UNIT)
         value_factor = gl.load(scales_ptr + FOLDED_VALUE_FACTOR)
@@ -411,7 +424,7 @@ def _key_rows(
                 start_whole = gl.load(whole_ptr + row // OWNED * OWNED)
                 start_rest = gl.load(rest_ptr + row // OWNED * OWNED)
                 scale = gl.exp2((start_whole - reference_whole).to(gl.float32) + (start_rest - reference_rest))
-                if HALF:
+                if FLOAT16:
                     # Not after the sums: with strong gates, weights counted from the end of the keys leave the range.
                     scale = gl.expand_dims(to_reference * scale, 1)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -420,7 +433,7 @@ def _key_rows(
             scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
             # Loaded only now: no registers are free before.
             minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + member * padded + row + offsets), 0)
-            dp = plus_delta(dp, minus_delta, value_factor, HALF)
+            dp = plus_delta(dp, minus_delta, value_factor, FLOAT16)
             grads = gl.convert_layout((odd_power(scores, POWER - 1) * scale * dp).to(dtype), LEFT_DK)
             weights = gl.convert_layout((even_power(scores, POWER) * scale).to(dtype), LEFT_DV)
             dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
@@ -432,7 +445,7 @@ def _key_rows(
             # Decays count from the end of a tile of keys, as in the portable kernel.
             total = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
             to_end = 1.0
-            if HALF:
+            if FLOAT16:
                 to_end = 1.0 / gradient_factor / value_factor
             elif GATED:
                 log_decay = (reference_whole - gl.load(whole_ptr + mine + ROWS - 1)).to(gl.float32)
@@ -444,9 +457,8 @@ def _key_rows(
 
     rows = mine + gl.arange(0, ROWS, BY_ROW)
     if GATED:
-        row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        row_rest = gl.load(rest_ptr + rows) - reference_rest
-        if not HALF:
+        row_whole, row_rest = sums_since(whole_ptr, rest_ptr, rows, reference_whole, reference_rest)
+        if not FLOAT16:
             row_decay = gl.exp2(-(row_whole + row_rest))
             dk *= gl.expand_dims(gl.convert_layout(row_decay, DK_BY_ROW), 1)
             dv *= gl.expand_dims(gl.convert_layout(row_decay, DV_BY_ROW), 1)
@@ -459,16 +471,12 @@ def _key_rows(
         dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + n // DIAGONAL * padded + columns), 0)
-        dp = plus_delta(dp, minus_delta, value_factor, HALF)
+        dp = plus_delta(dp, minus_delta, value_factor, FLOAT16)
         factor = odd_power(scores, POWER - 1)
         causal = gl.expand_dims(columns, 0) >= gl.expand_dims(rows, 1)
         if GATED:
-            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-            column_rest = gl.load(rest_ptr + columns) - reference_rest
-            log_decays = (gl.expand_dims(column_whole, 0) - gl.expand_dims(row_whole, 1)) + (
-                gl.expand_dims(column_rest, 0) - gl.expand_dims(row_rest, 1)
-            )
-            factor *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+            factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal, ROWS_LATER=False)
         else:
             factor = gl.where(causal, factor, 0.0)
         weights = gl.convert_layout((factor * scores).to(dtype), LEFT_DV)
@@ -480,13 +488,13 @@ def _key_rows(
         step += 1
 
     dk *= POWER
-    if HALF:
+    if FLOAT16:
         dk *= 1.0 / gradient_factor / value_factor
         dv *= 1.0 / gradient_factor
     rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
     column_term = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
     gl.store(column_term_ptr + kv_sequence.to(gl.int64) * length + rows, column_term, mask=rows < length)
-    if HALF:
+    if FLOAT16:
         dk *= unit
     k.store(dk.to(dtype))
     v.store(dv.to(dtype))
@@ -564,7 +572,7 @@ def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, *,
     chunk: int = 0, first_boundary: int = 0, state: Tensor | None = None,
-    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    row_gradients: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
     of `prepare`.
@@ -573,7 +581,7 @@ def query_gradient(
         chunk, first_boundary: as in `forward.attend`.
         state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start of the
             chunk; None: there are no states.
-        rows_half, key_range: as in `attention.backward.query_gradient`.
+        row_gradients, key_range: as in `attention.backward.query_gradient`.
     """
     split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
@@ -586,8 +594,8 @@ def query_gradient(
         _tiles(q, width), _tiles(k, width), _tiles(decayed(k, split, power, to_end=True), width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dq, width), row_term, scale,
         split and split.whole, split and split.rest, state,
-        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
-        rows_half and rows_half.scales,
+        key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
+        row_gradients and row_gradients.scales,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK,
         first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None,
         STAGES=KEY_RING,
@@ -601,7 +609,7 @@ def key_gradient(
     gates: Gates | None, *,
     block_terms: Tensor | None = None, query_block: int = 0,
     chunk: int = 0, last_boundary: int = 0, states: tuple[Tensor, Tensor] | None = None,
-    rows_half: RowGradients | None = None,
+    row_gradients: RowGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`.
 
@@ -611,15 +619,15 @@ def key_gradient(
         states: dk / p and dv of what later chunks read through states, (b, h_kv, t, d) and (b, h_kv, t, e), float32,
             without the decay to the end of the chunk; None: there are no states.
         block_terms, query_block: as in `attention.backward.key_gradient`; query_block is a multiple of 128.
-        rows_half: for float16, without states; else None.
+        row_gradients: for float16, without states; else None.
     """
     assert query_block % BLOCK == 0
     split = None if gates is None else gates.split
     batch, length, kv_heads, _ = k.shape
-    if rows_half is None:
+    if row_gradients is None:
         later = decayed(q, split, power, to_end=False)
     else:
-        folded = fold_factors(rows_half, split, power, kv_heads, BLOCK)
+        folded = fold_factors(row_gradients, split, power, kv_heads, BLOCK)
         q, later, minus_delta = folded.q, folded.decayed, folded.minus_delta
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
@@ -630,7 +638,7 @@ def key_gradient(
         _tiles(q, width), _tiles(later, width), _tiles(k, width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dk, width), _tiles(dv, width), column_term,
         block_terms, split and split.whole, split and split.rest, *(states or (None, None)),
-        rows_half and rows_half.scales,
+        row_gradients and row_gradients.scales,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
         tiles * BLOCK if block_terms is None else query_block, chunk or tiles * BLOCK, last_boundary,
         GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,

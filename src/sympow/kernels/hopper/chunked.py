@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.attention.forward import state_weight
+from sympow.kernels.attention.forward import query_normalizer
 from sympow.kernels.common import scale_queries, split_program_id
 from sympow.kernels.hopper import backward, forward
 from sympow.kernels.hopper.state_products import gradient_states, query_states
@@ -22,8 +22,8 @@ from sympow.kernels.states.quadratic import ChunkStates
 
 
 @triton.jit
-def state_weights_kernel(
-    q_desc, normalizer_desc, past_ptr, length, heads, tiles, chunk, state_count, first_boundary,
+def query_normalizer_kernel(
+    q_desc, normalizer_desc, state_share_ptr, length, heads, tiles, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """φ(q) Z for a tile of queries, 0 in rows that see no state."""
@@ -31,52 +31,61 @@ def state_weights_kernel(
     batch, head = sequence // heads, sequence % heads
     first = tile * ROWS
     rows = first + tl.arange(0, ROWS)
-    weight = tl.zeros((ROWS,), tl.float32)
+    denominator = tl.zeros((ROWS,), tl.float32)
     boundary = first // chunk
     if boundary >= first_boundary:
         q = q_desc.load([batch.to(tl.int32), head.to(tl.int32), first, 0]).reshape(ROWS, D)
         state = ((batch * heads + head) // GROUP * state_count + boundary - first_boundary).to(tl.int32)
-        found, unseen = state_weight(q, normalizer_desc.load([state, 0, 0]).reshape(D, D), "tf32")
-        weight = tl.where(unseen, 0.0, found)
-    tl.store(past_ptr + sequence * length + rows, weight, mask=rows < length)
+        found, unseen = query_normalizer(q, normalizer_desc.load([state, 0, 0]).reshape(D, D), "tf32")
+        denominator = tl.where(unseen, 0.0, found)
+    tl.store(state_share_ptr + sequence * length + rows, denominator, mask=rows < length)
 
 
-def state_weights(q: Tensor, states: ChunkStates, rows: int = 128) -> Tensor:
+def query_normalizers(q: Tensor, states: ChunkStates, rows: int = 128) -> Tensor:
     """φ(q) Z of each query and the state at the start of its chunk, 0 where it sees none: (b, h, t) float32.
 
     Args:
         q: as scaled by `scale_queries`, (b, t, h, d).
     """
     batch, length, heads, dim = q.shape
-    past = q.new_empty(batch, heads, length, dtype=torch.float32)
+    state_share = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = ceil_div(length, rows)
     launch(
-        state_weights_kernel, flat_grid(tiles, batch * heads),
-        head_major(q, (rows, dim)), blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim]), past,
+        query_normalizer_kernel, flat_grid(tiles, batch * heads),
+        head_major(q, (rows, dim)), blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim]), state_share,
         length, heads, tiles, states.chunk, states.low.shape[2], states.first,
         GROUP=heads // states.low.shape[1], D=dim, ROWS=rows, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
-    return past
+    return state_share
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates) -> tuple[Tensor, Tensor, Tensor]:
-    """y (b, t, h, e), the rows' weights and φ(q) Z, (b, h, t) float32, as `attention.forward.attend` with states."""
+    """y (b, t, h, e), the rows' denominators and φ(q) Z, (b, h, t) float32, as `attention.forward.attend` with
+    states."""
     q, _ = scale_queries(q)
-    past = state_weights(q, states)
-    y, weight = forward.attend(
-        q, k, v, 2, gates, chunk=states.chunk, first_boundary=states.first, past=past, state=query_states(q, states)
+    state_share = query_normalizers(q, states)
+    y, denominator = forward.attend(
+        q,
+        k,
+        v,
+        2,
+        gates,
+        chunk=states.chunk,
+        first_boundary=states.first,
+        state_share=state_share,
+        state=query_states(q, states),
     )
-    return y, weight, past
+    return y, denominator, state_share
 
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor,
-    gates: Gates | None, states: ChunkStates, past: Tensor,
+    gates: Gates | None, states: ChunkStates, state_share: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) and q_i · dq_i (b, h, t), as `attention.backward.query_gradient` with states."""
     return backward.query_gradient(
         q, scale, k, v, dy, minus_delta, 2, gates, chunk=states.chunk, first_boundary=states.first,
-        state=gradient_states(q, dy, states, minus_delta, past),
+        state=gradient_states(q, dy, states, minus_delta, state_share),
     )  # fmt: skip
 
 

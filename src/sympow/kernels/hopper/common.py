@@ -71,6 +71,26 @@ def free_stage(empty, stage):
 
 
 @gluon.jit
+def sums_since(whole_ptr, rest_ptr, positions, reference_whole, reference_rest):
+    """G at some positions less the reference, split: both parts float32."""
+    whole = (gl.load(whole_ptr + positions) - reference_whole).to(gl.float32)
+    return whole, gl.load(rest_ptr + positions) - reference_rest
+
+
+@gluon.jit
+def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal, ROWS_LATER: gl.constexpr = True):
+    """The decay between each row and each column of a tile on the diagonal, 0 where not `causal`, from their
+    `sums_since`. ROWS_LATER: rows are queries; otherwise keys."""
+    row_whole, row_rest = gl.expand_dims(row_whole, 1), gl.expand_dims(row_rest, 1)
+    column_whole, column_rest = gl.expand_dims(column_whole, 0), gl.expand_dims(column_rest, 0)
+    if ROWS_LATER:
+        log_decay = (row_whole - column_whole) + (row_rest - column_rest)
+    else:
+        log_decay = (column_whole - row_whole) + (column_rest - row_rest)
+    return gl.exp2(gl.where(causal, log_decay, float("-inf")))
+
+
+@gluon.jit
 def sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk):
     """G at the last token before a chunk, split; 0 before the first."""
     index = gl.maximum(boundary * chunk, 1) - 1
@@ -87,22 +107,23 @@ def load_rows(pointer, sequence, rows, length, COLUMNS: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def lift_weights(scores, acc, weight, rounding, lift, SUMS_BY_ROW: gl.constexpr):
+def lift_weights(scores, acc, denominator, rounding, lift, SUMS_BY_ROW: gl.constexpr):
     """Scales the weights of a tile on the diagonal, and what has been summed before, so that float16 keeps the weights
     of rows whose queries are nearly orthogonal to all keys so far.
 
     Args:
         scores: weights of the tile, not scaled by 2^lift.
-        acc, weight, rounding: Σ_j B_ij v_j, Σ_j B_ij as rounded, and the sum of what rounding removed, times 2^lift.
+        acc, denominator, rounding: Σ_j B_ij v_j, Σ_j B_ij as rounded, and the sum of what rounding removed, times
+            2^lift.
 
     Returns:
         scores, times the new 2^lift; the sums, times the same; and the new lift.
     """
-    total = (weight + rounding) * power_of_two(-lift) + gl.sum(scores, axis=1)
+    total = (denominator + rounding) * power_of_two(-lift) + gl.sum(scores, axis=1)
     raised = exponent_to_limit(total, WEIGHT_LIMIT)
     change = power_of_two(raised - lift)
     acc *= gl.expand_dims(gl.convert_layout(change, SUMS_BY_ROW), 1)
-    return scores * gl.expand_dims(power_of_two(raised), 1), acc, weight * change, rounding * change, raised
+    return scores * gl.expand_dims(power_of_two(raised), 1), acc, denominator * change, rounding * change, raised
 
 
 @gluon.jit

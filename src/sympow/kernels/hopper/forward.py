@@ -45,7 +45,9 @@ from sympow.kernels.hopper.common import (
     matrix,
     new_barriers,
     padded_width,
+    pairwise_decay,
     sums_before_chunk,
+    sums_since,
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
@@ -59,20 +61,22 @@ REGISTERS, COPY_REGISTERS, START_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
 @gluon.jit
-def _copy_tiles(k_desc, decayed_desc, v_desc, batch, head, begin, before, buffers, ready, empty, STAGES: gl.constexpr):
+def _copy_tiles(
+    k_desc, decayed_desc, v_desc, batch, head, begin, steps_before, buffers, ready, empty, STAGES: gl.constexpr
+):
     """Copies the tiles of keys and values of all steps, from row `begin` on; the last one lies on the diagonal."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     k_buffers, v_buffers = buffers
     k_ready, v_ready = ready
     k_empty, v_empty = empty
-    for step in range(before + 1):
+    for step in range(steps_before + 1):
         stage = step % STAGES
         free = ((step // STAGES) & 1) ^ 1
         start = [batch, head, begin + step * COLUMNS, 0]
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-        async_load(decayed_desc, start, k_ready.index(stage), k_buffers.index(stage), pred=step < before)
-        async_load(k_desc, start, k_ready.index(stage), k_buffers.index(stage), pred=step == before)
+        async_load(decayed_desc, start, k_ready.index(stage), k_buffers.index(stage), pred=step < steps_before)
+        async_load(k_desc, start, k_ready.index(stage), k_buffers.index(stage), pred=step == steps_before)
         mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
         async_load(v_desc, start, v_ready.index(stage), v_buffers.index(stage))
@@ -85,13 +89,13 @@ def _attend_rows(
 ):  # fmt: skip
     """y_i and Σ_j B_ij for the queries of one warpgroup."""
     q_desc, v_desc, y_desc = descriptors
-    weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr, bound_ptr = pointers
-    batch, head, sequence, first, begin, before, length, chunk, first_boundary = place
+    denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, state_ptr, bound_ptr = pointers
+    batch, head, sequence, first, begin, steps_before, length, chunk, first_boundary = place
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
     E: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    HALF: gl.constexpr = dtype == gl.float16
+    FLOAT16: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     LEFT_Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -107,7 +111,7 @@ def _attend_rows(
     q = matrix(q_buffers, MEMBER)
     own = q.load(LEFT_Q)
     scaled = own.to(gl.float32) * gl.expand_dims(power_of_two_scale(own), 1)
-    if HALF:
+    if FLOAT16:
         # Once more, so that no weight leaves the range (`float16_range`).
         bound = gl.load(bound_ptr + first)
         q_length = log_length(scaled, IN_RANGE=True)
@@ -123,21 +127,23 @@ def _attend_rows(
     acc = gl.zeros((ROWS, E), gl.float32, SUMS)
     sums = partial_row_sums(blank, ROWS, COLUMNS)
     rows = first + MEMBER * ROWS + gl.arange(0, ROWS, BY_ROW)
-    weight = gl.zeros((ROWS,), gl.float32, BY_ROW)
+    denominator = gl.zeros((ROWS,), gl.float32, BY_ROW)
     if WITH_STATE:
         boundary = begin // chunk
         if boundary >= first_boundary:
-            weight = gl.load(past_ptr + sequence.to(gl.int64) * length + rows, mask=rows < length, other=0.0)
-            seen = gl.expand_dims(gl.convert_layout(weight, SUMS_BY_ROW) != 0, 1)
+            denominator = gl.load(
+                state_share_ptr + sequence.to(gl.int64) * length + rows, mask=rows < length, other=0.0
+            )
+            seen = gl.expand_dims(gl.convert_layout(denominator, SUMS_BY_ROW) != 0, 1)
             state_rows = first + MEMBER * ROWS + gl.arange(0, ROWS, SUMS_BY_ROW)
             acc = gl.where(seen, load_rows(state_ptr, sequence, state_rows, length, E, SUMS), 0.0)
             if GATED:
                 whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
                 since_state = gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
                 acc *= since_state
-                weight *= since_state
+                denominator *= since_state
 
-    if before > 0:
+    if steps_before > 0:
         mbarrier.wait(k_ready.index(0), 0)
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -149,7 +155,7 @@ def _attend_rows(
             weights *= gl.exp2(log_decay)
         sums += partial_row_sums(weights, ROWS, COLUMNS)
         # No product stays in flight from one step to the next: ptxas would serialize all products.
-        for step in range(1, before):
+        for step in range(1, steps_before):
             stage = step % STAGES
             last = (step - 1) % STAGES
             left = gl.convert_layout(weights.to(dtype), LEFT_P)
@@ -168,61 +174,57 @@ def _attend_rows(
             sums += partial_row_sums(weights, ROWS, COLUMNS)
             acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
             free_stage(v_empty, last)
-        last = (before - 1) % STAGES
-        mbarrier.wait(v_ready.index(last), ((before - 1) // STAGES) & 1)
+        last = (steps_before - 1) % STAGES
+        mbarrier.wait(v_ready.index(last), ((steps_before - 1) // STAGES) & 1)
         acc = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, last), acc)
         free_stage(v_empty, last)
 
-    weight += gl.convert_layout(gl.sum(sums, axis=1), BY_ROW)
+    denominator += gl.convert_layout(gl.sum(sums, axis=1), BY_ROW)
     columns = first + gl.arange(0, COLUMNS, BY_COLUMN)
-    if HALF:
+    if FLOAT16:
         own_bound = gl.load(bound_ptr + gl.minimum(rows, length - 1))
         exponent, change = exponents(q_length, bound, own_bound, WEIGHT_LIMIT, POWER)
         change *= POWER
         if not GATED:
             acc *= gl.expand_dims(gl.convert_layout(power_of_two(change), SUMS_BY_ROW), 1)
-            weight *= power_of_two(change)
+            denominator *= power_of_two(change)
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        if HALF:
+        if FLOAT16:
             row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         row_decay = gl.exp2(row_whole + row_rest)
         acc *= gl.expand_dims(gl.convert_layout(row_decay, SUMS_BY_ROW), 1)
-        weight *= row_decay
-    stage = before % STAGES
-    mbarrier.wait(k_ready.index(stage), (before // STAGES) & 1)
+        denominator *= row_decay
+    stage = steps_before % STAGES
+    mbarrier.wait(k_ready.index(stage), (steps_before // STAGES) & 1)
     scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
     causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
     scores = even_power(warpgroup_mma_wait(0, deps=(scores,)), POWER)
     if GATED:
-        column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-        column_rest = gl.load(rest_ptr + columns) - reference_rest
-        log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-            gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-        )
-        scores *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+        column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+        scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
     else:
-        if HALF:
+        if FLOAT16:
             scores *= gl.expand_dims(power_of_two(change), 1)
         scores = gl.where(causal, scores, 0.0)
-    past = weight
+    earlier = denominator
     lift = gl.zeros((ROWS,), gl.float32, BY_ROW)
-    if HALF and POWER > 2:
-        scores, acc, weight, _, lift = lift_weights(scores, acc, weight, lift, lift, SUMS_BY_ROW)
+    if FLOAT16 and POWER > 2:
+        scores, acc, denominator, _, lift = lift_weights(scores, acc, denominator, lift, lift, SUMS_BY_ROW)
     # Summed as rounded for the product, as in the portable forward kernel. The weights that float16 returns are exact.
     exact = scores
     scores = round_to(scores, dtype)
-    weight += gl.sum(scores, axis=1)
-    if HALF:
+    denominator += gl.sum(scores, axis=1)
+    if FLOAT16:
         rounding = gl.sum(exact - scores, axis=1)
-    mbarrier.wait(v_ready.index(stage), (before // STAGES) & 1)
+    mbarrier.wait(v_ready.index(stage), (steps_before // STAGES) & 1)
     acc = warpgroup_mma(gl.convert_layout(scores.to(dtype), LEFT_P), matrix(v_buffers, stage), acc)
 
-    lost = weight == 0
-    divisor = gl.where(lost, 1.0, weight)
-    if HALF and POWER > 2:
-        lost = lost | is_lost(past, (weight + rounding) * power_of_two(-lift))
+    lost = denominator == 0
+    divisor = gl.where(lost, 1.0, denominator)
+    if FLOAT16 and POWER > 2:
+        lost = lost | is_lost(earlier, (denominator + rounding) * power_of_two(-lift))
         divisor = gl.where(lost, float("inf"), divisor)
     divisor = gl.convert_layout(divisor, SUMS_BY_ROW)
     y_buffer = q_buffers.index(MEMBER)
@@ -230,18 +232,18 @@ def _attend_rows(
     fence_async_shared()
     thread_barrier()
     async_store(y_desc, [batch, head, first + MEMBER * ROWS, 0], y_buffer)
-    if HALF:
+    if FLOAT16:
         # As in the portable forward kernel: 0 if the weights of the row were lost by rounding.
-        weight = gl.where(lost, 0.0, weight + rounding) * power_of_two(-lift)
-        weight *= power_of_two(-change) * power_of_two(-exponent * POWER)
-    gl.store(weight_ptr + sequence.to(gl.int64) * length + rows, weight, mask=rows < length)
+        denominator = gl.where(lost, 0.0, denominator + rounding) * power_of_two(-lift)
+        denominator *= power_of_two(-change) * power_of_two(-exponent * POWER)
+    gl.store(denominator_ptr + sequence.to(gl.int64) * length + rows, denominator, mask=rows < length)
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, decayed_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr, bound_ptr,
-    length, padded_length, heads, tiles, chunk, first_boundary,
+    q_desc, k_desc, decayed_desc, v_desc, y_desc, denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, state_ptr,
+    bound_ptr, length, padded_length, heads, tiles, chunk, first_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y_i for 128 queries, and Σ_j B_ij."""
@@ -254,7 +256,7 @@ def forward_kernel(
     kv_head = head // GROUP
     first = tile * 2 * ROWS
     begin = first // chunk * chunk
-    before = (first - begin) // v_desc.block_type.shape[2]
+    steps_before = (first - begin) // v_desc.block_type.shape[2]
     kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
     if dtype == gl.float16:
         bound_ptr += kv_sequence * length
@@ -275,47 +277,48 @@ def forward_kernel(
         async_load(q_desc, [batch, head, first + member * ROWS, 0], q_ready.index(0), q_buffers.index(member))
 
     descriptors = (q_desc, v_desc, y_desc)
-    pointers = (weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr, bound_ptr)
-    place = (batch, head, sequence, first, begin, before, length, chunk, first_boundary)
+    pointers = (denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, state_ptr, bound_ptr)
+    place = (batch, head, sequence, first, begin, steps_before, length, chunk, first_boundary)
     buffers = (k_buffers, v_buffers)
     gl.warp_specialize([
         (_attend_rows, (descriptors, pointers, place, q_buffers, q_ready.index(0), buffers, ready, empty,
                         gl.constexpr(0), POWER, GATED, WITH_STATE, STAGES)),
         (_attend_rows, (descriptors, pointers, place, q_buffers, q_ready.index(0), buffers, ready, empty,
                         gl.constexpr(1), POWER, GATED, WITH_STATE, STAGES)),
-        (_copy_tiles, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, before, buffers, ready, empty, STAGES)),
+        (_copy_tiles, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, steps_before, buffers, ready, empty,
+                       STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, *,
-    chunk: int = 0, first_boundary: int = 0, past: Tensor | None = None, state: Tensor | None = None,
+    chunk: int = 0, first_boundary: int = 0, state_share: Tensor | None = None, state: Tensor | None = None,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
 
     Args:
         gates: from `gate_sums`, or None.
         chunk: tokens per chunk, a multiple of 128; 0: all in one.
         first_boundary: with states, the first chunk that sees one.
-        past, state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e), float32, without
-            decay since the start of the chunk; None: there are no states.
+        state_share, state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e), float32,
+            without decay since the start of the chunk; None: there are no states.
         key_range: of k and v, for float16, without states; else None.
     """
     split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
-    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+    denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = ceil_div(length, BLOCK)
     width = padded_width(q, v)
     launch(
         forward_kernel, flat_grid(tiles, batch * heads),
         head_major(q, QUERY_TILE, width), head_major(k, KEY_TILE, width),
         head_major(decayed(k, split, power, to_end=True), KEY_TILE, width), head_major(v, KEY_TILE, width),
-        head_major(y, QUERY_TILE, width), weight, split and split.whole, split and split.rest, past, state,
+        head_major(y, QUERY_TILE, width), denominator, split and split.whole, split and split.rest, state_share, state,
         key_range and key_range.bound,
         length, split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK, first_boundary,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
-    return y, weight
+    return y, denominator

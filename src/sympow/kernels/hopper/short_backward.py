@@ -26,19 +26,20 @@ from sympow.kernels.common import divide_steps, odd_power, split_program_id
 from sympow.kernels.float16_range import (
     GRADIENT_SCALES,
     KEY_LENGTH,
-    VALUE_FACTOR,
     KeyRange,
     RowGradients,
     power_of_two,
-    query_exponents,
 )
-from sympow.kernels.hopper.backward import plus_delta
+from sympow.kernels.hopper.backward import of_unscaled_queries, plus_delta, row_factors
 from sympow.kernels.hopper.common import (
     async_load,
     async_store,
     head_major,
     matrix,
+    new_barriers,
+    pairwise_decay,
     prefetch,
+    sums_since,
     thread_barrier,
 )
 from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch, two_axis_grid
@@ -75,7 +76,7 @@ def query_gradient_kernel(
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     E: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    HALF: gl.constexpr = dtype == gl.float16
+    FLOAT16: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT_DQ: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -92,18 +93,16 @@ def query_gradient_kernel(
     kv_head = head // GROUP
     kv_sequence = batch * (heads // GROUP) + kv_head
     first = tile * ROWS
-    before = first // COLUMNS
-    steps = before + ROWS // COLUMNS
+    steps_before = first // COLUMNS
+    steps = steps_before + ROWS // COLUMNS
 
     q_buffer = gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout)
     dy_buffer = gl.allocate_shared_memory(dtype, dy_desc.block_type.shape, dy_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(start_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
+    barriers = new_barriers(STAGES, 1)
     fence_async_shared()
     mbarrier.expect(start_barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
     async_load(q_desc, [batch, head, first, 0], start_barrier, q_buffer)
@@ -116,7 +115,7 @@ def query_gradient_kernel(
     rows = first + gl.arange(0, ROWS, BY_ROW)
     minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + sequence.to(gl.int64) * padded + rows), 1)
     row_factor = minus_delta
-    if HALF:
+    if FLOAT16:
         # As in the portable kernel: see `float16_range`.
         bound_ptr += kv_sequence.to(gl.int64) * length
         q_length = gl.load(q_length_ptr + sequence.to(gl.int64) * padded + rows)
@@ -128,13 +127,9 @@ def query_gradient_kernel(
             gates = kv_sequence.to(gl.int64) * gates_padded
             tile_decay = (gl.load(whole_ptr + gates + first) - gl.load(whole_ptr + gates + rows)).to(gl.float32)
             tile_decay += gl.load(rest_ptr + gates + first) - gl.load(rest_ptr + gates + rows)
-        before_scale, change = query_exponents(
-            q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, POWER
+        row_factor, minus_delta, change = row_factors(
+            minus_delta, q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, scales_ptr, POWER
         )
-        change *= POWER - 1
-        row_scale = gl.expand_dims(power_of_two(before_scale * (POWER - 1)) / key_length, 1)
-        row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
-        minus_delta *= row_scale
     if GATED:
         whole_ptr += kv_sequence.to(gl.int64) * gates_padded
         rest_ptr += kv_sequence.to(gl.int64) * gates_padded
@@ -148,18 +143,18 @@ def query_gradient_kernel(
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dq = gl.zeros((ROWS, D), gl.float32, DQ)
 
-    if before > 0:
+    if steps_before > 0:
         mbarrier.wait(barriers.index(0), 0)
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
             log_decay = (reference_whole - gl.load(whole_ptr + COLUMNS - 1)).to(gl.float32)
             log_decay += reference_rest - gl.load(rest_ptr + COLUMNS - 1)
             grads *= gl.expand_dims(gl.load(to_end_ptr + offsets) * gl.exp2(log_decay), 0)
         mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
-        for step in range(1, before):
+        for step in range(1, steps_before):
             stage = step % STAGES
             last_stage = (step - 1) % STAGES
             scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -179,23 +174,25 @@ def query_gradient_kernel(
                 k_buffers, v_buffers, barriers, STAGES,
             )  # fmt: skip
             scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
-            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
             if GATED:
                 log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
                 grads *= gl.expand_dims(decay * gl.exp2(log_decay), 0)
             mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
             dq, grads = warpgroup_mma_wait(0, deps=(dq, grads))
-        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, (before - 1) % STAGES), dq)
+        dq = warpgroup_mma(
+            gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, (steps_before - 1) % STAGES), dq
+        )
 
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        if HALF:
+        if FLOAT16:
             row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
-    elif HALF:
+    elif FLOAT16:
         dq *= gl.expand_dims(gl.convert_layout(power_of_two(change), DQ_BY_ROW), 1)
-    for step in range(before, steps):
+    for step in range(steps_before, steps):
         stage = step % STAGES
         mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
         scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -203,31 +200,23 @@ def query_gradient_kernel(
         columns = step * COLUMNS + offsets
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, FLOAT16)
         if GATED:
-            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-            column_rest = gl.load(rest_ptr + columns) - reference_rest
-            log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-            )
-            grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
+            grads *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
-            if HALF:
+            if FLOAT16:
                 grads *= gl.expand_dims(power_of_two(change), 1)
             grads = gl.where(causal, grads, 0.0)
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
 
     dq *= POWER
-    if HALF:
+    if FLOAT16:
         unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
         unscale /= gl.max(row_factor, axis=1)
         dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
-    own = q_buffer.reshape([ROWS, D]).load(DQ).to(gl.float32)
-    rows = first + gl.arange(0, ROWS, DQ_BY_ROW)
-    row_ptr = sequence.to(gl.int64) * length + rows
-    gl.store(row_term_ptr + row_ptr, gl.sum(dq * own, axis=1), mask=rows < length)
-    dq *= gl.expand_dims(gl.load(scale_ptr + row_ptr, mask=rows < length, other=0.0), 1)
-    q_buffer.reshape([ROWS, D]).store(dq.to(dtype))
+    dq = of_unscaled_queries(dq, q, first, sequence, length, row_term_ptr, scale_ptr, DQ)
+    q.store(dq.to(dtype))
     fence_async_shared()
     async_store(dq_desc, [batch, head, first, 0], q_buffer)
     tma.store_wait(0)
@@ -283,18 +272,16 @@ def key_gradient_kernel(
     after = first + ROWS
     last = gl.minimum(after, length) - 1
     tiles = gl.maximum(gl.cdiv(length - after, COLUMNS), 0)
-    before = GROUP * tiles
-    steps = before + GROUP
+    steps_before = GROUP * tiles
+    steps = steps_before + GROUP
 
     k_buffer = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
     v_buffer = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dy_buffers = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
     start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(start_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
+    barriers = new_barriers(STAGES, 1)
     fence_async_shared()
     mbarrier.expect(start_barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     async_load(k_desc, [batch, kv_head, first, 0], start_barrier, k_buffer)
@@ -320,7 +307,7 @@ def key_gradient_kernel(
     dk = gl.zeros((ROWS, D), gl.float32, DK)
     dv = gl.zeros((ROWS, E), gl.float32, DV)
 
-    if before > 0:
+    if steps_before > 0:
         mbarrier.wait(barriers.index(0), 0)
         scores = warpgroup_mma(k, matrix(q_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, matrix(dy_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -334,7 +321,7 @@ def key_gradient_kernel(
         weights = factor * scores
         grads = factor * dp
         mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
-        for step in range(1, before):
+        for step in range(1, steps_before):
             member, tile = divide_steps(step, tiles, GROUP)
             start = after + tile * COLUMNS
             stage = step % STAGES
@@ -368,22 +355,20 @@ def key_gradient_kernel(
             grads = factor * dp
             mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
             dv, dk, weights, grads = warpgroup_mma_wait(0, deps=(dv, dk, weights, grads))
-        stage = (before - 1) % STAGES
+        stage = (steps_before - 1) % STAGES
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, stage), dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, stage), dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
 
     if GATED:
-        row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
-        row_rest = gl.load(rest_ptr + rows) - reference_rest
+        row_whole, row_rest = sums_since(whole_ptr, rest_ptr, rows, reference_whole, reference_rest)
         row_decay = gl.exp2(-(row_whole + row_rest))
         dk *= gl.expand_dims(gl.convert_layout(row_decay, gl.SliceLayout(1, DK)), 1)
         dv *= gl.expand_dims(gl.convert_layout(row_decay, gl.SliceLayout(1, DV)), 1)
         columns = first + offsets
-        column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-        column_rest = gl.load(rest_ptr + columns) - reference_rest
+        column_whole, column_rest = sums_since(whole_ptr, rest_ptr, columns, reference_whole, reference_rest)
     for member in range(GROUP):
-        step = before + member
+        step = steps_before + member
         stage = step % STAGES
         # With fewer stages than heads, the copies of the later heads have not been started yet.
         if GROUP > 1:
@@ -400,10 +385,7 @@ def key_gradient_kernel(
         factor = odd_power(scores, POWER - 1)
         causal = gl.expand_dims(first + offsets, 0) >= gl.expand_dims(rows, 1)
         if GATED:
-            log_decays = (gl.expand_dims(column_whole, 0) - gl.expand_dims(row_whole, 1)) + (
-                gl.expand_dims(column_rest, 0) - gl.expand_dims(row_rest, 1)
-            )
-            factor *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+            factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal, ROWS_LATER=False)
         else:
             factor = gl.where(causal, factor, 0.0)
         weights = gl.convert_layout((factor * scores).to(dtype), LEFT_DV)
@@ -427,10 +409,10 @@ def key_gradient_kernel(
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, *,
-    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    row_gradients: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; `rows_half` and `key_range` as in the portable kernel."""
+    of `prepare`; `row_gradients` and `key_range` as in the portable kernel."""
     assert gates is None or gates.tile == TILE
     split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
@@ -441,10 +423,10 @@ def query_gradient(
         query_gradient_kernel, grid,
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
-        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
-        rows_half and rows_half.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, FLAT=len(grid) == 1, num_warps=4,
-        enable_fp_fusion=True,
+        key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
+        row_gradients and row_gradients.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0,
+        heads, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, FLAT=len(grid) == 1,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 

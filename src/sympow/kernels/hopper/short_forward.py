@@ -47,6 +47,8 @@ from sympow.kernels.hopper.common import (
     head_major,
     lift_weights,
     matrix,
+    new_barriers,
+    pairwise_decay,
     prefetch,
     thread_barrier,
 )
@@ -106,21 +108,12 @@ def scaled_float16_queries(q_buffer, bound, LEFT: gl.constexpr, POWER: gl.conste
 
 
 @gluon.jit
-def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal):
-    """exp(G_i − G_j) where `causal`, else 0, from the parts of both sums."""
-    log_decay = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-        gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-    )
-    return gl.exp2(gl.where(causal, log_decay, float("-inf")))
-
-
-@gluon.jit
 def on_diagonal(
-    scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak, acc, weight, rounding, lift,
+    scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak, acc, denominator, rounding, lift,
     POWER: gl.constexpr, GATED: gl.constexpr, dtype: gl.constexpr, SUMS_BY_ROW: gl.constexpr,
 ):  # fmt: skip
     """Weights of a tile on the diagonal, rounded as in the portable forward kernel, and their rows' sums, which are
-    added to `weight`; in float16 the sums of what rounding removed are added to `rounding`.
+    added to `denominator`; in float16 the sums of what rounding removed are added to `rounding`.
 
     In float16, `row_whole` includes the logarithm of a scale of the row, also without gates. If p > 2, weights and
     sums are multiplied by 2^lift (`lift_weights`); returned are the weights, acc, weight, rounding and lift.
@@ -140,18 +133,18 @@ def on_diagonal(
     else:
         scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
     if dtype == gl.float16 and POWER > 2:
-        scores, acc, weight, rounding, lift = lift_weights(scores, acc, weight, rounding, lift, SUMS_BY_ROW)
+        scores, acc, denominator, rounding, lift = lift_weights(scores, acc, denominator, rounding, lift, SUMS_BY_ROW)
     rounded = round_to(scores, dtype)
-    weight += gl.sum(rounded, axis=1)
+    denominator += gl.sum(rounded, axis=1)
     if dtype == gl.float16:
         # As in the portable kernel: the weights that are returned are exact in float16.
         rounding += gl.sum(scores - rounded, axis=1)
-    return rounded, acc, weight, rounding, lift
+    return rounded, acc, denominator, rounding, lift
 
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, to_end_ptr, bound_ptr, length, padded_length,
+    q_desc, k_desc, v_desc, y_desc, denominator_ptr, whole_ptr, rest_ptr, to_end_ptr, bound_ptr, length, padded_length,
     heads, GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y_i for a tile of queries, and Σ_j B_ij."""
@@ -167,7 +160,7 @@ def forward_kernel(
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUMS_BY_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
-    HALF: gl.constexpr = dtype == gl.float16
+    FLOAT16: gl.constexpr = dtype == gl.float16
     gl.static_assert(ROWS == COLUMNS)
 
     tiles = gl.cdiv(length, 2 * ROWS)
@@ -183,16 +176,14 @@ def forward_kernel(
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     q_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
+    barriers = new_barriers(STAGES, 1)
     fence_async_shared()
 
     # Steps: the tiles before `first` (an empty one if there is none), then the two of the diagonal.
     skipped = (first == 0).to(gl.int32)
-    before = first // COLUMNS + skipped
-    pairs = before + 2
+    steps_before = first // COLUMNS + skipped
+    pairs = steps_before + 2
     mbarrier.expect(q_barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
     async_load(q_desc, [batch, head, first, 0], q_barrier, q_buffer)
     async_load(k_desc, [batch, kv_head, 0, 0], q_barrier, first_k_buffer)
@@ -214,7 +205,7 @@ def forward_kernel(
     mbarrier.wait(q_barrier, 0)
     q_upper = q_buffer.reshape([2 * ROWS, D]).slice(0, ROWS)
     q_lower = q_buffer.reshape([2 * ROWS, D]).slice(ROWS, ROWS)
-    if HALF:
+    if FLOAT16:
         bound_ptr += kv_sequence.to(gl.int64) * length
         bound = gl.load(bound_ptr + first)
         scaled, upper_length = scaled_float16_queries(q_upper, bound, LEFT_Q, POWER)
@@ -245,7 +236,7 @@ def forward_kernel(
 
     # While the weights of one half of the rows are computed, products of the other half run. No product stays in flight
     # from one step to the next: ptxas would serialize all products.
-    for step in range(1, before):
+    for step in range(1, steps_before):
         stage = (step - 1) % STAGES
         k = matrix(k_buffers, stage).permute((1, 0))
         v = matrix(v_buffers, stage)
@@ -277,7 +268,7 @@ def forward_kernel(
         mbarrier.wait(barriers.index(step % STAGES), (step // STAGES) & 1)
         lower, lower_scores, weights = warpgroup_mma_wait(0, deps=(lower, lower_scores, weights))
 
-    stage = (before - 1) % STAGES
+    stage = (steps_before - 1) % STAGES
     k = matrix(k_buffers, stage).permute((1, 0))
     v = matrix(v_buffers, stage)
     upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper, is_async=True)
@@ -290,20 +281,35 @@ def forward_kernel(
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     thread_barrier()
     load_pair(
-        k_desc, v_desc, batch, kv_head, before + STAGES - 2, skipped, pairs, k_buffers, v_buffers, barriers, STAGES
+        k_desc,
+        v_desc,
+        batch,
+        kv_head,
+        steps_before + STAGES - 2,
+        skipped,
+        pairs,
+        k_buffers,
+        v_buffers,
+        barriers,
+        STAGES,
     )
     upper, upper_scores, lower, lower_scores = warpgroup_mma_wait(0, deps=(upper, upper_scores, lower, lower_scores))
 
-    upper_weight = gl.convert_layout(gl.sum(upper_sums, axis=1), BY_ROW)
-    lower_weight = gl.convert_layout(gl.sum(lower_sums, axis=1), BY_ROW)
+    upper_denominator = gl.convert_layout(gl.sum(upper_sums, axis=1), BY_ROW)
+    lower_denominator = gl.convert_layout(gl.sum(lower_sums, axis=1), BY_ROW)
     upper_rows = first + gl.arange(0, ROWS, BY_ROW)
     lower_rows = upper_rows + ROWS
     columns = first + offsets
     weak = True
     # Placeholders, not read without gates.
-    upper_whole, upper_rest, lower_whole, lower_rest = upper_weight, upper_weight, upper_weight, upper_weight
+    upper_whole, upper_rest, lower_whole, lower_rest = (
+        upper_denominator,
+        upper_denominator,
+        upper_denominator,
+        upper_denominator,
+    )
     column_whole, column_rest, later_whole, later_rest = offsets, offsets, offsets, offsets
-    if HALF:
+    if FLOAT16:
         upper_length = gl.convert_layout(upper_length, BY_ROW)
         lower_length = gl.convert_layout(lower_length, BY_ROW)
         upper_bound = gl.load(bound_ptr + gl.minimum(upper_rows, length - 1))
@@ -324,58 +330,58 @@ def forward_kernel(
         later_whole = (gl.load(whole_ptr + columns + COLUMNS) - reference_whole).to(gl.float32)
         column_rest = gl.load(rest_ptr + columns) - reference_rest
         later_rest = gl.load(rest_ptr + columns + COLUMNS) - reference_rest
-        if HALF:
+        if FLOAT16:
             upper_whole += upper_change
             lower_whole += lower_change
         upper_decay = gl.exp2(upper_whole + upper_rest)
         lower_decay = gl.exp2(lower_whole + lower_rest)
         weak = gl.load(whole_ptr + gl.minimum(first + 2 * ROWS, length) - 1) - reference_whole > WEAK
-    if HALF:
+    if FLOAT16:
         upper *= gl.expand_dims(gl.convert_layout(upper_decay, SUMS_BY_ROW), 1)
         lower *= gl.expand_dims(gl.convert_layout(lower_decay, SUMS_BY_ROW), 1)
-        upper_weight *= upper_decay
-        lower_weight *= lower_decay
+        upper_denominator *= upper_decay
+        lower_denominator *= lower_decay
     elif GATED:
         if not weak:
             upper *= gl.expand_dims(gl.convert_layout(upper_decay, SUMS_BY_ROW), 1)
             lower *= gl.expand_dims(gl.convert_layout(lower_decay, SUMS_BY_ROW), 1)
-            upper_weight *= upper_decay
-            lower_weight *= lower_decay
+            upper_denominator *= upper_decay
+            lower_denominator *= lower_decay
 
     # No product is in flight across the branches on `weak` either.
-    stage = before % STAGES
-    mbarrier.wait(barriers.index(stage), (before // STAGES) & 1)
+    stage = steps_before % STAGES
+    mbarrier.wait(barriers.index(stage), (steps_before // STAGES) & 1)
     v = matrix(v_buffers, stage)
-    upper_past, lower_past = upper_weight, lower_weight
+    upper_past, lower_past = upper_denominator, lower_denominator
     none = gl.zeros((ROWS,), gl.float32, BY_ROW)
-    weights, upper, upper_weight, upper_rounding, upper_lift = on_diagonal(
+    weights, upper, upper_denominator, upper_rounding, upper_lift = on_diagonal(
         upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, upper,
-        upper_weight, none, none, POWER, GATED, dtype, SUMS_BY_ROW,
+        upper_denominator, none, none, POWER, GATED, dtype, SUMS_BY_ROW,
     )  # fmt: skip
     upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper)
-    weights, lower, lower_weight, lower_rounding, lower_lift = on_diagonal(
+    weights, lower, lower_denominator, lower_rounding, lower_lift = on_diagonal(
         lower_scores, lower_rows, columns, lower_whole, lower_rest, column_whole, column_rest, weak, lower,
-        lower_weight, none, none, POWER, GATED, dtype, SUMS_BY_ROW,
+        lower_denominator, none, none, POWER, GATED, dtype, SUMS_BY_ROW,
     )  # fmt: skip
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
     k = matrix(k_buffers, stage).permute((1, 0))
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     lower, lower_scores = warpgroup_mma_wait(0, deps=(lower, lower_scores))
     columns += COLUMNS
-    weights, lower, lower_weight, lower_rounding, lower_lift = on_diagonal(
+    weights, lower, lower_denominator, lower_rounding, lower_lift = on_diagonal(
         lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, lower,
-        lower_weight, lower_rounding, lower_lift, POWER, GATED, dtype, SUMS_BY_ROW,
+        lower_denominator, lower_rounding, lower_lift, POWER, GATED, dtype, SUMS_BY_ROW,
     )  # fmt: skip
-    stage = (before + 1) % STAGES
-    mbarrier.wait(barriers.index(stage), ((before + 1) // STAGES) & 1)
+    stage = (steps_before + 1) % STAGES
+    mbarrier.wait(barriers.index(stage), ((steps_before + 1) // STAGES) & 1)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, stage), lower)
 
-    upper_lost, lower_lost = upper_weight == 0, lower_weight == 0
-    upper_divisor = gl.where(upper_lost, 1.0, upper_weight)
-    lower_divisor = gl.where(lower_lost, 1.0, lower_weight)
-    if HALF and POWER > 2:
-        upper_total = (upper_weight + upper_rounding) * power_of_two(-upper_lift)
-        lower_total = (lower_weight + lower_rounding) * power_of_two(-lower_lift)
+    upper_lost, lower_lost = upper_denominator == 0, lower_denominator == 0
+    upper_divisor = gl.where(upper_lost, 1.0, upper_denominator)
+    lower_divisor = gl.where(lower_lost, 1.0, lower_denominator)
+    if FLOAT16 and POWER > 2:
+        upper_total = (upper_denominator + upper_rounding) * power_of_two(-upper_lift)
+        lower_total = (lower_denominator + lower_rounding) * power_of_two(-lower_lift)
         upper_lost = upper_lost | is_lost(upper_past, upper_total)
         lower_lost = lower_lost | is_lost(lower_past, lower_total)
         upper_divisor = gl.where(upper_lost, float("inf"), upper_divisor)
@@ -387,18 +393,18 @@ def forward_kernel(
     y_buffer.slice(ROWS, ROWS).store((lower / gl.expand_dims(divisor, 1)).to(dtype))
     fence_async_shared()
     async_store(y_desc, [batch, head, first, 0], q_buffer)
-    if HALF:
+    if FLOAT16:
         # 0 if the weights of a row were lost by rounding.
-        upper_weight = gl.where(upper_lost, 0.0, upper_weight + upper_rounding) * power_of_two(-upper_lift)
-        lower_weight = gl.where(lower_lost, 0.0, lower_weight + lower_rounding) * power_of_two(-lower_lift)
-        upper_weight *= power_of_two(-upper_change) * power_of_two(-upper_exponent * POWER)
-        lower_weight *= power_of_two(-lower_change) * power_of_two(-lower_exponent * POWER)
+        upper_denominator = gl.where(upper_lost, 0.0, upper_denominator + upper_rounding) * power_of_two(-upper_lift)
+        lower_denominator = gl.where(lower_lost, 0.0, lower_denominator + lower_rounding) * power_of_two(-lower_lift)
+        upper_denominator *= power_of_two(-upper_change) * power_of_two(-upper_exponent * POWER)
+        lower_denominator *= power_of_two(-lower_change) * power_of_two(-lower_exponent * POWER)
     elif GATED:
-        upper_weight = gl.where(weak, upper_weight * upper_decay, upper_weight)
-        lower_weight = gl.where(weak, lower_weight * lower_decay, lower_weight)
-    weight_ptr += sequence.to(gl.int64) * length
-    gl.store(weight_ptr + upper_rows, upper_weight, mask=upper_rows < length)
-    gl.store(weight_ptr + lower_rows, lower_weight, mask=lower_rows < length)
+        upper_denominator = gl.where(weak, upper_denominator * upper_decay, upper_denominator)
+        lower_denominator = gl.where(weak, lower_denominator * lower_decay, lower_denominator)
+    denominator_ptr += sequence.to(gl.int64) * length
+    gl.store(denominator_ptr + upper_rows, upper_denominator, mask=upper_rows < length)
+    gl.store(denominator_ptr + lower_rows, lower_denominator, mask=lower_rows < length)
     tma.store_wait(0)
 
 
@@ -411,7 +417,7 @@ def attend(
     *,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
 
     Args:
         gates: from `gate_sums` with tiles of 64 tokens, or None.
@@ -421,14 +427,14 @@ def attend(
     split = None if gates is None else gates.split
     batch, length, heads, _ = q.shape
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
-    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+    denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
     # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
     launch(
         forward_kernel, flat_grid(ceil_div(length, QUERY_TILE), batch * heads),
-        head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
-        split and split.whole, split and split.rest, gates and gates.to_end, key_range and key_range.bound,
+        head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE),
+        denominator, split and split.whole, split and split.rest, gates and gates.to_end, key_range and key_range.bound,
         length, gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return y, weight
+    return y, denominator

@@ -69,30 +69,30 @@ def _copy_half(desc, state, row, column, step, buffers, ready, empty, COUNT: gl.
 @gluon.jit
 def _copy_for_query(
     low_desc, high_desc, state, buffers, ready, empty,
-    HALF: gl.constexpr, HIGH: gl.constexpr, HIGH_COLUMN: gl.constexpr, STAGES: gl.constexpr,
+    HALF_DIM: gl.constexpr, HIGH: gl.constexpr, HIGH_COLUMN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
-    step = _copy_half(low_desc, state, 0, 0, step, buffers, ready, empty, HALF, STAGES)
-    step = _copy_half(low_desc, state, 0, HALF, step, buffers, ready, empty, HALF, STAGES)
+    step = _copy_half(low_desc, state, 0, 0, step, buffers, ready, empty, HALF_DIM, STAGES)
+    step = _copy_half(low_desc, state, 0, HALF_DIM, step, buffers, ready, empty, HALF_DIM, STAGES)
     _copy_half(high_desc, state, 0, HIGH_COLUMN, step, buffers, ready, empty, HIGH, STAGES)
 
 
 @gluon.jit
 def _copy_for_gradient(
     low_desc, high_desc, normalizer_desc, x_desc, batch, place, state, buffers, ready, empty,
-    HALF: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HALF_DIM: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
     for half in gl.static_range(2):
-        step = _copy_half(low_desc, state, half * HALF, 0, step, buffers, ready, empty, HALF, STAGES)
-        step = _copy_half(high_desc, state, half * HALF, 0, step, buffers, ready, empty, HIGH, STAGES)
+        step = _copy_half(low_desc, state, half * HALF_DIM, 0, step, buffers, ready, empty, HALF_DIM, STAGES)
+        step = _copy_half(high_desc, state, half * HALF_DIM, 0, step, buffers, ready, empty, HIGH, STAGES)
     # Last, the two halves of Z and the four tiles of x.
     for n in gl.static_range(6):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(stage), low_desc.block_type.nbytes)
         if n < 2:
-            async_load(normalizer_desc, [0, state, n * HALF, 0], ready.index(stage), buffers.index(stage))
+            async_load(normalizer_desc, [0, state, n * HALF_DIM, 0], ready.index(stage), buffers.index(stage))
         else:
             head, row, _ = _locate_tile(place, n - 2, GROUP)
             async_load(x_desc, [batch, head, row, 0], ready.index(stage), buffers.index(stage))
@@ -141,7 +141,7 @@ def _query_rows(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """φ(x) S for the two tiles of rows of one warpgroup."""
-    HALF: gl.constexpr = D // 2
+    HALF_DIM: gl.constexpr = D // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LEFT)
@@ -158,7 +158,7 @@ def _query_rows(
     left_lower = matrix(x_buffers, 4 * MEMBER + 2).load(LEFT)
     step = 0
     upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, 0, step, buffers,
-                                       ready, empty, HALF, D, True, STAGES)  # fmt: skip
+                                       ready, empty, HALF_DIM, D, True, STAGES)  # fmt: skip
     # S is symmetric in its two feature indices: the block with i in the upper and a in the lower half is not read, and
     # its mirror image counts twice.
     left_upper = matrix(x_buffers, 4 * MEMBER + 1).load(LEFT)
@@ -166,10 +166,11 @@ def _query_rows(
     left_upper += left_upper
     left_lower += left_lower
     upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, 0, step, buffers,
-                                       ready, empty, HALF, D, True, STAGES)  # fmt: skip
+                                       ready, empty, HALF_DIM, D, True, STAGES)  # fmt: skip
     left_upper = matrix(x_buffers, 4 * MEMBER + 1).load(LEFT)
     left_lower = matrix(x_buffers, 4 * MEMBER + 3).load(LEFT)
-    upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, HALF, step, buffers,
+    upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, HALF_DIM, step,
+    buffers,
                                        ready, empty, HIGH, D, True, STAGES)  # fmt: skip
     _store_tile(out_ptr, upper, batch * heads + head_upper, row_upper, inside_upper, length, E, ACC)
     _store_tile(out_ptr, lower, batch * heads + head_lower, row_lower, inside_lower, length, E, ACC)
@@ -196,7 +197,7 @@ def query_states_kernel(
 ):  # fmt: skip
     """φ(x) S of 256 rows."""
     dtype: gl.constexpr = x_desc.dtype
-    HALF: gl.constexpr = D // 2
+    HALF_DIM: gl.constexpr = D // 2
     batch, state, place = _place(chunk, chunks, first_chunk, state_count, first_state, groups, heads // GROUP)
     x_buffers = gl.allocate_shared_memory(dtype, [8] + x_desc.block_type.shape, x_desc.layout)
     buffers = gl.allocate_shared_memory(dtype, [STAGES] + low_desc.block_type.shape, low_desc.layout)
@@ -208,13 +209,13 @@ def query_states_kernel(
     mbarrier.expect(x_ready.index(0), 8 * x_desc.block_type.nbytes)
     for n in gl.static_range(8):
         head, row, _ = _locate_tile(place, n // 2, GROUP)
-        async_load(x_desc, [batch, head, row, n % 2 * HALF], x_ready.index(0), x_buffers.index(n))
+        async_load(x_desc, [batch, head, row, n % 2 * HALF_DIM], x_ready.index(0), x_buffers.index(n))
     gl.warp_specialize([
         (_query_rows, (place, batch, heads, length, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, x_buffers,
                        x_ready.index(0), buffers, ready, empty, gl.constexpr(0), D, E, HIGH, GROUP, STAGES)),
         (_query_rows, (place, batch, heads, length, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, x_buffers,
                        x_ready.index(0), buffers, ready, empty, gl.constexpr(1), D, E, HIGH, GROUP, STAGES)),
-        (_copy_for_query, (low_desc, high_desc, state, buffers, ready, empty, HALF, HIGH, HIGH_COLUMN, STAGES)),
+        (_copy_for_query, (low_desc, high_desc, state, buffers, ready, empty, HALF_DIM, HIGH, HIGH_COLUMN, STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
@@ -226,22 +227,22 @@ def _wait_for(step, buffers, ready, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _row_factors(factor_ptr, past_ptr, sequence, row, length, padded, ROW: gl.constexpr):
+def _row_factors(factor_ptr, state_share_ptr, sequence, row, length, padded, ROW: gl.constexpr):
     """Factors of a tile of rows, and which rows see the state."""
     rows = row + gl.arange(0, 64, ROW)
     factor = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows, mask=rows < length, other=0.0)
-    past = gl.load(past_ptr + sequence.to(gl.int64) * length + rows, mask=rows < length, other=0.0)
-    return factor, past
+    state_share = gl.load(state_share_ptr + sequence.to(gl.int64) * length + rows, mask=rows < length, other=0.0)
+    return factor, state_share
 
 
 @gluon.jit
 def _gradient_rows(
-    place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr, past_ptr, out_ptr,
-    z_buffers, z_ready, buffers, ready, empty, MEMBER: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr, state_share_ptr,
+    out_ptr, z_buffers, z_ready, buffers, ready, empty, MEMBER: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     HIGH: gl.constexpr, GROUP: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Σ_i x_i (z S_i) + f x Z for the two tiles of rows of one warpgroup."""
-    HALF: gl.constexpr = D // 2
+    HALF_DIM: gl.constexpr = D // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LEFT)
@@ -260,26 +261,34 @@ def _gradient_rows(
         left_upper = matrix(z_buffers, 4 * MEMBER + half).load(LEFT)
         left_lower = matrix(z_buffers, 4 * MEMBER + 2 + half).load(LEFT)
         upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, 0, step, buffers,
-                                           ready, empty, HALF + HIGH, D, False, STAGES)  # fmt: skip
+                                           ready, empty, HALF_DIM + HIGH, D, False, STAGES)  # fmt: skip
     # f x Z, its left operand f x rounded like those above.
     x_upper = _wait_for(step + 2 + 2 * MEMBER, buffers, ready, STAGES)
     x_lower = _wait_for(step + 3 + 2 * MEMBER, buffers, ready, STAGES)
     for half in gl.static_range(2):
         normalizer = _wait_for(step + half, buffers, ready, STAGES)
-        left_upper = x_upper.slice(half * HALF, HALF, dim=1).load(LEFT)
-        left_lower = x_lower.slice(half * HALF, HALF, dim=1).load(LEFT)
+        left_upper = x_upper.slice(half * HALF_DIM, HALF_DIM, dim=1).load(LEFT)
+        left_lower = x_lower.slice(half * HALF_DIM, HALF_DIM, dim=1).load(LEFT)
         if FACTORS:
-            factor, _ = _row_factors(factor_ptr, past_ptr, batch * heads + head_upper, row_upper, length, padded, ROW)
+            factor, _ = _row_factors(
+                factor_ptr, state_share_ptr, batch * heads + head_upper, row_upper, length, padded, ROW
+            )
             left_upper = (left_upper.to(gl.float32) * gl.expand_dims(factor, 1)).to(left_upper.dtype)
-            factor, _ = _row_factors(factor_ptr, past_ptr, batch * heads + head_lower, row_lower, length, padded, ROW)
+            factor, _ = _row_factors(
+                factor_ptr, state_share_ptr, batch * heads + head_lower, row_lower, length, padded, ROW
+            )
             left_lower = (left_lower.to(gl.float32) * gl.expand_dims(factor, 1)).to(left_lower.dtype)
         upper = warpgroup_mma(left_upper, normalizer, upper)
         lower = warpgroup_mma(left_lower, normalizer, lower)
     if FACTORS:
-        _, past = _row_factors(factor_ptr, past_ptr, batch * heads + head_upper, row_upper, length, padded, ACC_ROW)
-        upper = gl.where(gl.expand_dims(past == 0, 1), 0.0, upper)
-        _, past = _row_factors(factor_ptr, past_ptr, batch * heads + head_lower, row_lower, length, padded, ACC_ROW)
-        lower = gl.where(gl.expand_dims(past == 0, 1), 0.0, lower)
+        _, state_share = _row_factors(
+            factor_ptr, state_share_ptr, batch * heads + head_upper, row_upper, length, padded, ACC_ROW
+        )
+        upper = gl.where(gl.expand_dims(state_share == 0, 1), 0.0, upper)
+        _, state_share = _row_factors(
+            factor_ptr, state_share_ptr, batch * heads + head_lower, row_lower, length, padded, ACC_ROW
+        )
+        lower = gl.where(gl.expand_dims(state_share == 0, 1), 0.0, lower)
     _store_tile(out_ptr, upper, batch * heads + head_upper, row_upper, inside_upper, length, D, ACC)
     _store_tile(out_ptr, lower, batch * heads + head_lower, row_lower, inside_lower, length, D, ACC)
 
@@ -287,13 +296,13 @@ def _gradient_rows(
 @gluon.jit
 def gradient_states_kernel(
     z_desc, low_desc, high_desc, normalizer_desc, x_desc, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
-    past_ptr, out_ptr, length, padded, heads, chunk, chunks, first_chunk, state_count, first_state, groups,
+    state_share_ptr, out_ptr, length, padded, heads, chunk, chunks, first_chunk, state_count, first_state, groups,
     GROUP: gl.constexpr, D: gl.constexpr, E: gl.constexpr, HIGH: gl.constexpr, FACTORS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Σ_i x_i (z S_i) + f x Z of 256 rows."""
     dtype: gl.constexpr = z_desc.dtype
-    HALF: gl.constexpr = D // 2
+    HALF_DIM: gl.constexpr = D // 2
     batch, state, place = _place(chunk, chunks, first_chunk, state_count, first_state, groups, heads // GROUP)
     z_buffers = gl.allocate_shared_memory(dtype, [8] + z_desc.block_type.shape, z_desc.layout)
     buffers = gl.allocate_shared_memory(dtype, [STAGES] + low_desc.block_type.shape, low_desc.layout)
@@ -308,13 +317,13 @@ def gradient_states_kernel(
         async_load(z_desc, [batch, head, row, n % 2 * (E // 2)], z_ready.index(0), z_buffers.index(n))
     gl.warp_specialize([
         (_gradient_rows, (place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
-                          past_ptr, out_ptr, z_buffers, z_ready.index(0), buffers, ready, empty, gl.constexpr(0), D, E,
-                          HIGH, GROUP, FACTORS, STAGES)),
+                          state_share_ptr, out_ptr, z_buffers, z_ready.index(0), buffers, ready, empty, gl.constexpr(0),
+                          D, E, HIGH, GROUP, FACTORS, STAGES)),
         (_gradient_rows, (place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
-                          past_ptr, out_ptr, z_buffers, z_ready.index(0), buffers, ready, empty, gl.constexpr(1), D, E,
-                          HIGH, GROUP, FACTORS, STAGES)),
+                          state_share_ptr, out_ptr, z_buffers, z_ready.index(0), buffers, ready, empty, gl.constexpr(1),
+                          D, E, HIGH, GROUP, FACTORS, STAGES)),
         (_copy_for_gradient, (low_desc, high_desc, normalizer_desc, x_desc, batch, place, state, buffers, ready, empty,
-                              HALF, HIGH, GROUP, STAGES)),
+                              HALF_DIM, HIGH, GROUP, STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
@@ -366,7 +375,7 @@ def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tenso
 
 
 def gradient_states(
-    x: Tensor, z: Tensor, states: ChunkStates, factor: Tensor | None = None, past: Tensor | None = None, *,
+    x: Tensor, z: Tensor, states: ChunkStates, factor: Tensor | None = None, state_share: Tensor | None = None, *,
     keys: bool = False,
 ) -> Tensor:  # fmt: skip
     """Σ_i x_i (z S_i) + f x Z: (b, h, t, d) float32, undefined for the rows of chunks that no state belongs to.
@@ -376,7 +385,7 @@ def gradient_states(
         z: output gradients (b, t, h, e), or values.
         states: with all columns a.
         factor: f for each row (b, h, ≥ t) float32; None: 1.
-        past: φ(x) Z (b, h, t) float32, with `factor`: rows where it is 0 do not see the state, and get 0.
+        state_share: φ(x) Z (b, h, t) float32, with `factor`: rows where it is 0 do not see the state, and get 0.
     """
     batch, length, heads, dim = x.shape
     kv_heads, value_dim = states.low.shape[1], states.low.shape[4]
@@ -390,7 +399,7 @@ def gradient_states(
         gradient_states_kernel, flat_grid(reads.groups, reads.chunks, batch * kv_heads),
         head_major(z, TILE, value_dim // 2), blocks_of(states.low.flatten(0, 2), tile),
         blocks_of(states.high.flatten(0, 2), tile), blocks_of(normalizer, [1, 1, dim // 2, dim]),
-        head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,
+        head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, state_share, out,
         length, 0 if factor is None else factor.shape[-1], heads, *reads,
         GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH=states.high.shape[3], FACTORS=factor is not None,
         STAGES=RING,

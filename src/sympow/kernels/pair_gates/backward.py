@@ -1,6 +1,6 @@
 """Backward pass for p = 2 with a gate per rotated pair, for scores between tokens of different blocks.
 
-With q scaled, w_i = Σ_j B_ij the weight of a row, s_ij the decayed score, B_ij = s_ij^p, and
+With q scaled, w_i = Σ_j B_ij the denominator of a row, s_ij the decayed score, B_ij = s_ij^p, and
     dy'_i = dy_i / w_i,    δ_i = dy'_i · y_i,    W_ij = s_ij^(p−1) (dy'_i · v_j − δ_i),
 the gradients are
     dv_j = Σ_i B_ij dy'_i,
@@ -48,8 +48,8 @@ def decay_to_blocks(across_blocks_ptr, ROWS: tl.constexpr, D: tl.constexpr, BLOC
 def query_gradient_kernel(
     q_desc, near_desc, far_desc, v_desc, v_block_desc, dy_desc, minus_delta_ptr, neighbours_ptr, neighbour_weights_ptr,
     dq_ptr, across_blocks_ptr, across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h,
-    since_desc, since_ptr, low_desc, high_desc, normalizer_desc, past_ptr, length, padded, delta_padded, heads, chunk,
-    state_count,
+    since_desc, since_ptr, low_desc, high_desc, normalizer_desc, state_share_ptr, length, padded, delta_padded, heads,
+    chunk, state_count,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -95,9 +95,9 @@ def query_gradient_kernel(
             queries = since_desc.load([batch, head, first, 0]).reshape(ROWS, D)
             delta = tl.load(minus_delta_ptr + sequence * delta_padded + rows)
             dq += other + tl.dot(queries, normalizer, input_precision=PRECISION) * delta[:, None]
-            past = tl.load(past_ptr + sequence * length + rows, mask=rows < length, other=0.0)
+            state_share = tl.load(state_share_ptr + sequence * length + rows, mask=rows < length, other=0.0)
             decay = tl.load(since_ptr + (kv_sequence * (padded // COLUMNS) + first // COLUMNS) * D + entries)
-            dq = tl.where((past == 0)[:, None], 0.0, dq) * decay[None, :]
+            dq = tl.where((state_share == 0)[:, None], 0.0, dq) * decay[None, :]
 
     since = decay_to_blocks(across_blocks_ptr, ROWS, D, BLOCK, False)
     q = in_product_layout(q_desc.load([batch, head, first, 0]).reshape(ROWS, D), D, PRECISION)
@@ -302,13 +302,13 @@ class QueryStates(NamedTuple):
         states: at the boundaries between chunks, with all d² features.
         tokens: queries, scaled and decayed from the start of their chunk, (b, t, h, d).
         decay: decays from the start of a chunk to that of each of its tiles, (b, h_kv, tiles, d) float32.
-        past: φ(q_i) Z, as `forward.attend` returns it.
+        state_share: φ(q_i) Z, as `forward.attend` returns it.
     """
 
     states: ChunkStates
     tokens: Tensor
     decay: Tensor
-    past: Tensor
+    state_share: Tensor
 
 
 class KeyStates(NamedTuple):
@@ -366,7 +366,7 @@ def query_gradient(
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(dy, (rows, value_dim)),
         minus_delta, neighbours, weights, dq, tables.across_blocks, tables.across_tiles,
-        documents and documents.start, *state[0], chunked and chunked.past, length, neighbours.shape[-1],
+        documents and documents.start, *state[0], chunked and chunked.state_share, length, neighbours.shape[-1],
         minus_delta.shape[-1], heads, *state[1],
         GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=chunked is not None,
         DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=TILE, BLOCK=BLOCK,

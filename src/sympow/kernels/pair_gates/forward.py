@@ -59,14 +59,14 @@ def in_product_layout(x, D: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q_desc, near_desc, far_desc, v_desc, v_block_desc, y_desc, weight_ptr, neighbours_ptr, across_blocks_ptr,
+    q_desc, near_desc, far_desc, v_desc, v_block_desc, y_desc, denominator_ptr, neighbours_ptr, across_blocks_ptr,
     across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h, since_desc, q_half_desc, low_desc,
-    high_desc, normalizer_desc, past_ptr, length, padded, heads, chunk, state_count,
+    high_desc, normalizer_desc, state_share_ptr, length, padded, heads, chunk, state_count,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, HIGH_COLUMN: tl.constexpr,
     DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y_i for a tile of queries, and their weights Σ_j B_ij. WITH_STATE: also φ(q_i) Z of the chunk's state."""
+    """y_i for a tile of queries, and their denominators Σ_j B_ij. WITH_STATE: also φ(q_i) Z of the chunk's state."""
     tiles = tl.cdiv(length, ROWS)
     tile, sequence = split_program_id(tiles)
     tile = tiles - 1 - tile  # tiles with the most keys start first
@@ -82,7 +82,7 @@ def forward_kernel(
     across_tiles_ptr += kv_sequence * (padded // COLUMNS) * D
 
     acc = tl.zeros((ROWS, E), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
+    denominator = tl.zeros((ROWS,), tl.float32)
     boundary = first // chunk
     if WITH_STATE:
         if boundary > 0:
@@ -91,12 +91,12 @@ def forward_kernel(
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, weight = query_state(
+            acc, denominator = query_state(
                 acc, since, q_low, q_high, pointers, tl.full((ROWS,), 1.0, tl.float32), rows, length, q_stride_t,
                 low_desc, high_desc, normalizer_desc, (kv_sequence * state_count + boundary - 1).to(tl.int32),
                 D, E, D // 2, HIGH_COLUMN, PRECISION,
             )  # fmt: skip
-            tl.store(past_ptr + sequence * length + rows, weight, mask=rows < length)
+            tl.store(state_share_ptr + sequence * length + rows, denominator, mask=rows < length)
 
     q = in_product_layout(q_desc.load([batch, head, first, 0]).reshape(ROWS, D), D, PRECISION)
     places_in_block = tl.arange(0, BLOCK)
@@ -113,7 +113,7 @@ def forward_kernel(
         v = v_block_desc.load([batch, kv_head, start, 0]).reshape(BLOCK, E)
         # The weights are summed after rounding, as the product uses them (see `attention.forward`).
         scores = round_to(scores * scores, v.dtype)
-        weight += tl.sum(scores, axis=1)
+        denominator += tl.sum(scores, axis=1)
         acc = wait_for_mma(tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION))
         across = tl.load(across_blocks_ptr + block * D + entries)
         since = tl.where(row_block > block, since * across[None, :], since)
@@ -135,11 +135,11 @@ def forward_kernel(
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         # The wait keeps the next left operand from overwriting registers that this product still reads.
         acc = wait_for_mma(tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION))
-    weight += tl.sum(partial_sums, axis=1)
+    denominator += tl.sum(partial_sums, axis=1)
 
-    y = acc / or_one(weight)[:, None]
+    y = acc / or_one(denominator)[:, None]
     y_desc.store([batch, head, first, 0], y.to(y_desc.dtype).reshape(1, 1, ROWS, E))
-    tl.store(weight_ptr + sequence * length + rows, weight, mask=rows < length)
+    tl.store(denominator_ptr + sequence * length + rows, denominator, mask=rows < length)
 
 
 def attend(
@@ -158,7 +158,7 @@ def attend(
     stages: int = 3,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y (b, t, h, e), the rows' weights Σ_j B_ij (b, h, t) float32, and φ(q_i) Z of states (b, h, t) float32.
+    """y (b, t, h, e), the rows' denominators Σ_j B_ij (b, h, t) float32, and φ(q_i) Z of states (b, h, t) float32.
 
     Args:
         q: queries, scaled and decayed from the start of their block (`decays.decay_queries`).
@@ -171,14 +171,14 @@ def attend(
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]
     y = empty_aligned(v, batch, length, heads, value_dim)
-    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    past: Tensor | None = None
+    denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
+    state_share: Tensor | None = None
     since_desc = q_half_desc = low_desc = high_desc = normalizer_desc = None
     chunk, state_count, high_column = length + rows, 0, 0
     source = q
     if states is not None:
         assert since is not None and states.chunk % rows == 0
-        past = torch.zeros_like(weight)
+        state_share = torch.zeros_like(denominator)
         chunk, state_count, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - dim // 2
         since_desc, q_half_desc = head_major(since, (rows, dim)), head_major(since, (rows, dim // 2))
         low_desc = blocks_of(states.low.flatten(0, 2), [1, 1, value_dim, dim // 2])
@@ -188,13 +188,13 @@ def attend(
     launch(
         forward_kernel, (ceil_div(length, rows) * batch * heads,),
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
-        head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(y, (rows, value_dim)), weight,
-        neighbours, tables.across_blocks, tables.across_tiles, documents and documents.start,
-        source, *source.stride()[:3], since_desc, q_half_desc, low_desc, high_desc, normalizer_desc, past,
+        head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(y, (rows, value_dim)),
+        denominator, neighbours, tables.across_blocks, tables.across_tiles, documents and documents.start,
+        source, *source.stride()[:3], since_desc, q_half_desc, low_desc, high_desc, normalizer_desc, state_share,
         length, neighbours.shape[-1], heads, chunk, state_count,
         GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=states is not None,
         HIGH_COLUMN=high_column, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
         COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, **register_limit(registers),
         enable_fp_fusion=True,
     )  # fmt: skip
-    return y, weight, past
+    return y, denominator, state_share

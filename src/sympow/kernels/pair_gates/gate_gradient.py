@@ -35,10 +35,10 @@ def gate_gradient_kernel(
     terms = tl.load(source, mask=inside, other=0.0).to(tl.float64)
     sums = tl.cumsum(terms, axis=0, reverse=True)
     sums += tl.load(later_ptr + (sequence * tiles + tile) * PAIRS + columns)[None, :]
-    before = tile * TILE // spacing
-    left = before * spacing
+    interval = tile * TILE // spacing
+    left = interval * spacing
     width = tl.minimum(left + spacing, length) - left
-    drift = drift_ptr + (sequence * positions + before) * PAIRS + columns
+    drift = drift_ptr + (sequence * positions + interval) * PAIRS + columns
     drift_left, drift_right = tl.load(drift), tl.load(drift + PAIRS)
     fraction = (tokens - left).to(tl.float64) / width.to(tl.float64)
     sums += drift_left[None, :] + fraction[:, None] * (drift_right - drift_left)[None, :]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sympow.kernels.attention.backward import prepare
-from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS
 from sympow.kernels.attention.tiles import Tiles
 from sympow.kernels.common import Documents, sums_to_end
 from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
@@ -27,6 +26,7 @@ from sympow.kernels.pair_gates.forward import attend
 from sympow.kernels.pair_gates.gate_gradient import crossing_sums, gate_gradient
 from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_scores
 from sympow.kernels.pair_gates.states import chunk_decays, scan_pairs
+from sympow.kernels.running_sums import drift_spacing
 from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 
 # Tiles for heads of up to 64 and above, each with those of an H200 first, as in `attention.op`.
@@ -82,8 +82,8 @@ def fused_pair_attention(
     chunk: int,
     train: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The attention or chunked form (p = 2). Returns y (b, t, h, e); the rows' weights (b, h, t) for queries scaled by
-    `attention.op.query_scales`; and for the backward pass the scores within blocks, the states (low, high and
+    """The attention or chunked form (p = 2). Returns y (b, t, h, e); the rows' denominators (b, h, t) for queries
+    scaled by `attention.op.query_scales`; and for the backward pass the scores within blocks, the states (low, high and
     normalizer of `ChunkStates`), and φ(q) Z of each row's state, (b, h, t) float32. The last four are None if there is
     only one chunk, as in the attention form.
 
@@ -105,17 +105,17 @@ def fused_pair_attention(
         near, far, k_until = decay_keys(k, log_gamma, tables, power, until)
         _, _, q_since, _ = decay_queries(q, log_gamma, tables, power, since)
         assert k_until is not None
-        sums = chunk_sums(k_until, v, k.shape[2], None, chunk, full=train, **tiles.states)
-        assert sums is not None
-        states, _ = scan_pairs(sums, across)
+        chunks = chunk_sums(k_until, v, k.shape[2], None, chunk, full=train, **tiles.states)
+        assert chunks is not None
+        states, _ = scan_pairs(chunks, across)
     else:
         near, far, _ = decay_keys(k, log_gamma, tables, power)
     documents = _documents(document_start, document_end)
-    y, weight, past = attend(
+    y, denominator, state_share = attend(
         q_near, near, far, v, neighbours, tables, states=states, since=q_since, documents=documents, **tiles.forward
     )
-    kept = (None,) * 4 if states is None else (states.low, states.high, states.normalizer, past)
-    return y.contiguous(), weight, neighbours, *kept
+    kept = (None,) * 4 if states is None else (states.low, states.high, states.normalizer, state_share)
+    return y.contiguous(), denominator, neighbours, *kept
 
 
 @fused_pair_attention.register_fake
@@ -133,31 +133,31 @@ def _(
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     padded = -(-length // LARGEST_TILE) * LARGEST_TILE
-    low = high = normalizer = past = None
+    low = high = normalizer = state_share = None
     if chunk and length > chunk:
         count = -(-length // chunk) - 1
         low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
         high = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim if train else dim // 2)
         normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
-        past = q.new_empty(batch, heads, length, dtype=torch.float32)
+        state_share = q.new_empty(batch, heads, length, dtype=torch.float32)
     return (
         q.new_empty(batch, length, heads, value_dim),
         q.new_empty(batch, heads, length, dtype=torch.float32),
         q.new_empty(batch, heads, BLOCK, padded, dtype=torch.float32),
-        *(low, high, normalizer, past),
+        *(low, high, normalizer, state_share),
     )
 
 
 @operator("sympow::attend_pairs_backward")
 def _attend_pairs_backward(
     dy: Tensor,
-    d_weight: Tensor | None,
+    d_denominator: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_gamma: Tensor,
     y: Tensor,
-    weight: Tensor,
+    denominator: Tensor,
     neighbours: Tensor,
     saved: list[Tensor | None],
     document_start: Tensor | None,
@@ -168,7 +168,7 @@ def _attend_pairs_backward(
     """dq, dk, dv and d log γ.
 
     Args:
-        dy, d_weight: gradients of y and of the rows' weights that `sympow::attend_pairs` returned.
+        dy, d_denominator: gradients of y and of the rows' denominators that `sympow::attend_pairs` returned.
         saved: the outputs low, high, normalizer and past of `sympow::attend_pairs`.
         the rest: inputs and outputs of `sympow::attend_pairs`.
     """
@@ -177,8 +177,8 @@ def _attend_pairs_backward(
     log_gamma = log_gamma.contiguous()
     # Recomputed: saving these tables and the decayed tokens would double the memory for queries and keys in training.
     tables = decay_tables(log_gamma, q.shape[-1], power)
-    divided, minus_delta = prepare(y, dy, weight, d_weight)
-    low, high, normalizer, past = saved
+    divided, minus_delta = prepare(y, dy, denominator, d_denominator)
+    low, high, normalizer, state_share = saved
     states = None
     if low is not None and high is not None and normalizer is not None:
         states = ChunkStates(low, high, normalizer, chunk)
@@ -187,20 +187,20 @@ def _attend_pairs_backward(
         across, since, until = chunk_decays(tables, chunk)
     q_near, q_far, q_since, scale = decay_queries(q, log_gamma, tables, power, since)
     near, far, k_until = decay_keys(k, log_gamma, tables, power, until)
-    if states is not None and since is not None and q_since is not None and past is not None:
-        read = QueryStates(states, q_since, since, past)
+    if states is not None and since is not None and q_since is not None and state_share is not None:
+        read = QueryStates(states, q_since, since, state_share)
     query_part, weights = query_gradient(
         q_near, near, far, v, divided, minus_delta, neighbours, tables, chunked=read, documents=documents, **tiles.query
     )
-    spacing = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // LARGEST_TILE) * LARGEST_TILE)
+    spacing = drift_spacing(length)
     reverse = None
     if read is not None and across is not None and until is not None and k_until is not None:
-        sums = chunk_sums(
-            read.tokens, divided, k.shape[2], None, chunk, full=True, factor=minus_delta, past=past, reverse=True,
-            **tiles.states,
+        chunks = chunk_sums(
+            read.tokens, divided, k.shape[2], None, chunk, full=True, factor=minus_delta, state_share=state_share,
+            reverse=True, **tiles.states,
         )  # fmt: skip
-        assert sums is not None
-        gradients, exact = scan_pairs(sums, across, read.states)
+        assert chunks is not None
+        gradients, exact = scan_pairs(chunks, across, read.states)
         reverse, spacing = KeyStates(gradients, k_until, until), chunk
     key_part, dv, crossing = key_gradient(
         near, v, q_near, q_far, divided, minus_delta, neighbours, tables, chunked=reverse,
@@ -220,7 +220,7 @@ def _attend_pairs_backward(
 @_attend_pairs_backward.register_fake
 def _(
     dy: Tensor,
-    d_weight: Tensor | None,
+    d_denominator: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,27 +233,27 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, log_gamma, document_start, document_end, power, chunk, _ = inputs
-    y, weight, *rest = output
-    ctx.save_for_backward(q, k, v, log_gamma, y, weight, document_start, document_end, *rest)
+    y, denominator, *rest = output
+    ctx.save_for_backward(q, k, v, log_gamma, y, denominator, document_start, document_end, *rest)
     ctx.power, ctx.chunk = power, chunk
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(x for x in rest if x is not None))
 
 
-def _differentiate(ctx, dy, d_weight, *_):
-    q, k, v, log_gamma, y, weight, document_start, document_end, neighbours, *saved = ctx.saved_tensors
+def _differentiate(ctx, dy, d_denominator, *_):
+    q, k, v, log_gamma, y, denominator, document_start, document_end, neighbours, *saved = ctx.saved_tensors
     # A loss may depend on some of the outputs only.
     dy = torch.zeros_like(y) if dy is None else dy
-    d_weight = None if d_weight is None else d_weight.contiguous()
+    d_denominator = None if d_denominator is None else d_denominator.contiguous()
     gradients = _attend_pairs_backward(
         dy,
-        d_weight,
+        d_denominator,
         q,
         k,
         v,
         log_gamma,
         y,
-        weight,
+        denominator,
         neighbours,
         saved,
         document_start,

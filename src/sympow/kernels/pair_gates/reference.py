@@ -12,7 +12,7 @@ from torch import Tensor
 def pair_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, power: int, *, document_start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij, (b, t, h, e), and the weights Σ_{j≤i} B_ij, (b, h, t).
+    """y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij, (b, t, h, e), and the denominators Σ_{j≤i} B_ij, (b, h, t).
 
     B_ij = (Σ_m exp((G_im − G_jm)/p) (q_i · k_j)_m)^p over the pairs m of entries, with G the running sum of log γ
     (paper §5, "vector gating", rotations already applied). y_i is 0 where the weight is 0.
@@ -39,6 +39,6 @@ def pair_attention_reference(
         decay = (along.unsqueeze(-1) - along.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
         scores = scores + product * decay.to(q.dtype)
     scores = scores.masked_fill(~visible, 0.0) ** power
-    weight = scores.sum(-1)
+    denominator = scores.sum(-1)
     y = torch.einsum("bhij,bjhe->bihe", scores, v)
-    return y / torch.where(weight == 0, 1, weight).transpose(1, 2).unsqueeze(-1), weight
+    return y / torch.where(denominator == 0, 1, denominator).transpose(1, 2).unsqueeze(-1), denominator

@@ -89,12 +89,12 @@ def chunk_decays(tables: DecayTables, chunk: int) -> tuple[Tensor, Tensor, Tenso
     chunks = -(-tiles // per_chunk)
     missing = chunks * per_chunk - tiles
     by_chunk = pad(tables.across_tiles, (0, 0, 0, missing), value=1.0).unflatten(2, (chunks, per_chunk))
-    before = by_chunk.cumprod(3)
+    products = by_chunk.cumprod(3)
     after = by_chunk.flip(3).cumprod(3).flip(3)
-    one = torch.ones_like(before[:, :, :, :1])
-    since = torch.cat([one, before[:, :, :, :-1]], dim=3).flatten(2, 3)
+    one = torch.ones_like(products[:, :, :, :1])
+    since = torch.cat([one, products[:, :, :, :-1]], dim=3).flatten(2, 3)
     until = torch.cat([after[:, :, :, 1:], one], dim=3).flatten(2, 3)
-    return before[:, :, :, -1].contiguous(), since[:, :, :tiles].contiguous(), until[:, :, :tiles].contiguous()
+    return products[:, :, :, -1].contiguous(), since[:, :, :tiles].contiguous(), until[:, :, :tiles].contiguous()
 
 
 def scan_pairs(

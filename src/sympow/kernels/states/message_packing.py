@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sympow.kernels.common import split_program_id
 from sympow.kernels.launch import flat_grid, launch
-from sympow.kernels.states.quadratic import FullState
+from sympow.kernels.states.full_state import FullState
 
 ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 
@@ -28,8 +28,8 @@ ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 @triton.jit
 def _feature(i, a, D: tl.constexpr):
     """The index of the feature √2 x_i x_a, or x_i²."""
-    low, high = tl.minimum(i, a), tl.maximum(i, a)
-    return low * D - low * (low - 1) // 2 + high - low
+    first, second = tl.minimum(i, a), tl.maximum(i, a)
+    return first * D - first * (first - 1) // 2 + second - first
 
 
 @triton.jit
@@ -42,12 +42,12 @@ def _decay_of(message_ptr, sequence, sequences, D: tl.constexpr, E: tl.constexpr
 
 @triton.jit
 def pack_kernel(
-    kv_ptr, normalizer_ptr, sums_ptr, message_ptr, length,
+    kv_ptr, normalizer_ptr, gate_sums_ptr, message_ptr, length,
     DECAYS: tl.constexpr, CLOSED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The features (i, a), a ≥ i, of one i, each from the mean of its two entries in the full state; and the decay.
 
-    DECAYS: the message holds decays. CLOSED: the decay is 0. Without `sums_ptr` and CLOSED it is 1.
+    DECAYS: the message holds decays. CLOSED: the decay is 0. Without `gate_sums_ptr` and CLOSED it is 1.
     """
     i, sequence = split_program_id(D)
     sequences = (tl.num_programs(0) // D).to(tl.int64)
@@ -66,8 +66,8 @@ def pack_kernel(
     tl.store(message_ptr + target[None, :] * E + values[:, None], both * scale[None, :], mask=wanted[None, :])
     if DECAYS:
         log_decay = tl.full((), float("-inf") if CLOSED else 0.0, tl.float64)
-        if sums_ptr is not None:
-            log_decay = tl.load(sums_ptr + (sequence + 1) * length - 1) / 2
+        if gate_sums_ptr is not None:
+            log_decay = tl.load(gate_sums_ptr + (sequence + 1) * length - 1) / 2
         tl.store(_decay_of(message_ptr, sequence, sequences, D, E), log_decay, mask=i == 0)
 
 
@@ -105,21 +105,21 @@ def message_size(batch: int, heads: int, dim: int, value_dim: int, decays: bool)
     return batch * heads * (dim * (dim + 1) // 2 * (value_dim + 1) + (2 if decays else 0))
 
 
-def pack(state: FullState, decay: Tensor | float | None = None) -> Tensor:
+def pack(state: FullState, log_decay: Tensor | float | None = None) -> Tensor:
     """The message of a state; d and e powers of two, d at least 4.
 
     Args:
-        decay: logarithm of the decay of a state that passes through this rank: running sums of log γ, (b, h, t) float64
-            contiguous, of which the last counts; or 0 (no decay) or −inf (nothing passes); None: no decay in the
-            message.
+        log_decay: logarithm of the decay of a state that passes through this rank: running sums of log γ, (b, h, t)
+            float64 contiguous, of which the last counts; or 0 (no decay) or −inf (nothing passes); None: no decay in
+            the message.
     """
     batch, heads, dim, value_dim, _ = state.kv.shape
-    sums = decay if isinstance(decay, Tensor) else None
-    message = state.kv.new_empty(message_size(batch, heads, dim, value_dim, decay is not None))
+    sums = log_decay if isinstance(log_decay, Tensor) else None
+    message = state.kv.new_empty(message_size(batch, heads, dim, value_dim, log_decay is not None))
     launch(
         pack_kernel, flat_grid(dim, batch * heads),
         state.kv.contiguous(), state.normalizer.contiguous(), sums, message, 0 if sums is None else sums.shape[-1],
-        DECAYS=decay is not None, CLOSED=sums is None and decay == -math.inf, D=dim, E=value_dim, num_warps=4,
+        DECAYS=log_decay is not None, CLOSED=sums is None and log_decay == -math.inf, D=dim, E=value_dim, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
     return message

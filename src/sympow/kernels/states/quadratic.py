@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from sympow.kernels.common import divide_steps, dot_precision, split_program_id,
 from sympow.kernels.device_limits import limits_of, register_limit
 from sympow.kernels.float16_range import GRADIENT_FACTOR, KEY_LENGTH, VALUE_FACTOR, StateScales
 from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, head_major, launch
+from sympow.kernels.states.full_state import FullState
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
@@ -52,13 +53,6 @@ ENTRY_MULTIPLE = 8
 # The three tensors of a state: Z, and S for the lower and for the upper half of the entries.
 StateTensors = tuple[Any, Any, Any]
 NO_TENSORS: StateTensors = (None, None, None)
-
-
-class FullState(NamedTuple):
-    """One state with all d² features: kv (b, h_kv, d, e, d) and normalizer (b, h_kv, d, d), float32."""
-
-    kv: Tensor
-    normalizer: Tensor
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class ChunkSums:
         low, high: as in `ChunkStates`; float32 if `precise`.
         normalizer: (b, h_kv, n, d, d) float32.
         dtype: of the states.
-        sums: G, (b, h_kv, t) float64; None without gates.
+        gate_sums: G, (b, h_kv, t) float64; None without gates.
         length: t.
         chunk: tokens between two boundaries.
         first: the boundary of the first state.
@@ -103,7 +97,7 @@ class ChunkSums:
     high: Tensor
     normalizer: Tensor
     dtype: torch.dtype
-    sums: Tensor | None
+    gate_sums: Tensor | None
     length: int
     chunk: int
     first: int
@@ -117,17 +111,17 @@ class ChunkSums:
 
 
 @triton.jit
-def sum_at(sums_ptr, boundary, chunk, length):
+def sum_at(gate_sums_ptr, boundary, chunk, length):
     """G at the last token before a boundary, 0 if there is none."""
     position = tl.minimum(boundary * chunk, length) - 1
-    return tl.load(sums_ptr + position, mask=position >= 0, other=0.0)
+    return tl.load(gate_sums_ptr + position, mask=position >= 0, other=0.0)
 
 
 @triton.jit
 def _token_weights(
-    sums_ptr, factor_ptr, token_factor_ptr, past_ptr, amount, factor_scale, reference, step, tiles, sequence,
-    chunk_start, length, factor_padded,
-    GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+    gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, amount, factor_scale, reference, step, tiles,
+    sequence, chunk_start, length, factor_padded,
+    GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """The weights in S and in Z of the tokens of a step's tile, (TOKENS,) each; `sequence` is that of the first of
     GROUP heads."""
@@ -137,22 +131,22 @@ def _token_weights(
     inside = tokens < length
     decay = tl.full((TOKENS,), 1.0, tl.float32)
     if GATED:
-        sums = tl.load(sums_ptr + tokens, mask=inside, other=0.0)
+        sums = tl.load(gate_sums_ptr + tokens, mask=inside, other=0.0)
         log_decay = sums - reference if REVERSE else reference - sums
         decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
-    if HALF:
+    if FLOAT16:
         decay *= amount
     if REVERSE:
         if GROUP > 1:
             # Past the last step there is no head to read from. Compared as a block: Triton 3.9's interpreter refuses
             # masks made of one number's condition.
             inside &= tl.broadcast_to(member, (TOKENS,)) < GROUP
-        past = tl.load(past_ptr + sequence * length + tokens, mask=inside, other=0.0)
-        decay = tl.where(past == 0, 0.0, decay)
-        if HALF:
+        state_share = tl.load(state_share_ptr + sequence * length + tokens, mask=inside, other=0.0)
+        decay = tl.where(state_share == 0, 0.0, decay)
+        if FLOAT16:
             decay *= tl.load(token_factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
         factor = tl.load(factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
-        if HALF:
+        if FLOAT16:
             factor *= factor_scale
         return decay, decay * factor
     else:
@@ -161,17 +155,17 @@ def _token_weights(
 
 @triton.jit
 def fold_kernel(
-    x_desc, sums_ptr, factor_ptr, token_factor_ptr, past_ptr, scales_ptr, transposed_ptr, normalizer_ptr,
+    x_desc, gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, scales_ptr, transposed_ptr, normalizer_ptr,
     length, all_tiles, factor_padded, kv_heads, chunk_count,
     state_count, first_chunk, first_state, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, HALF: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0,
+    TOKENS: tl.constexpr, FLOAT16: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0,
 ):  # fmt: skip
     """Decayed, transposed tokens of a chunk, and Z of the chunk alone.
 
     REVERSE: tokens are queries, decayed to the end of the previous chunk; those that did not see their state count as
-    zero, and Z has a further factor per token. HALF: transposed tokens have a scale (`float16_range`), and in reverse a
-    factor per token.
+    zero, and Z has a further factor per token. FLOAT16: transposed tokens have a scale (`float16_range`), and in
+    reverse a factor per token.
     """
     step_chunk, kv_sequence = split_program_id(chunk_count, tl.int32)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
@@ -180,14 +174,14 @@ def fold_kernel(
     tiles = chunk // TOKENS
     reference = 0.0
     if GATED:
-        sums_ptr += kv_sequence.to(tl.int64) * length
-        reference = sum_at(sums_ptr, index if REVERSE else index + 1, chunk, length)
+        gate_sums_ptr += kv_sequence.to(tl.int64) * length
+        reference = sum_at(gate_sums_ptr, index if REVERSE else index + 1, chunk, length)
     dims = tl.arange(0, D)
     normalizer = tl.zeros((D, D), tl.float32)
     first_sequence = (kv_sequence * GROUP).to(tl.int64)
     amount = 1.0
     factor_scale = 1.0
-    if HALF:
+    if FLOAT16:
         scales_ptr += kv_sequence * SCALES
         token_scale = tl.load(scales_ptr + TOKEN_SCALE)
         amount = token_scale
@@ -195,16 +189,16 @@ def fold_kernel(
             amount *= tl.load(scales_ptr + GRADIENT_FACTOR)
             factor_scale = 1.0 / tl.load(scales_ptr + KEY_LENGTH)
     decay, weight = _token_weights(
-        sums_ptr, factor_ptr, token_factor_ptr, past_ptr, amount, factor_scale, reference, 0, tiles, first_sequence,
-        chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, HALF,
+        gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, amount, factor_scale, reference, 0, tiles,
+        first_sequence, chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, FLOAT16,
     )  # fmt: skip
     for step in tl.range(0, GROUP * tiles):
         member, tile = divide_steps(step, tiles, GROUP)
         start = chunk_start + tile * TOKENS
         # Loaded a step ahead by hand: the compiler only pipelines the operands of products.
         next_decay, next_weight = _token_weights(
-            sums_ptr, factor_ptr, token_factor_ptr, past_ptr, amount, factor_scale, reference, step + 1, tiles,
-            first_sequence, chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, HALF,
+            gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, amount, factor_scale, reference, step + 1,
+            tiles, first_sequence, chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, FLOAT16,
         )  # fmt: skip
         x = x_desc.load([batch, kv_head * GROUP + member, start, 0]).reshape(TOKENS, D)
         decayed = (x * decay[:, None]).to(x.dtype)
@@ -213,7 +207,7 @@ def fold_kernel(
         tl.store(transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
         normalizer = wait_for_mma(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
         decay, weight = next_decay, next_weight
-    if HALF:
+    if FLOAT16:
         normalizer /= token_scale * factor_scale
     out = normalizer_ptr + (kv_sequence * state_count + state_index).to(tl.int64) * D * D
     tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
@@ -225,7 +219,7 @@ def update_kernel(
     first_state, chunk, first_entry, first_column, out_column, groups,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-    HALF: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
+    FLOAT16: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
 ):  # fmt: skip
     """S_iᵀ = Σ (y * x_i)ᵀ x over the tokens of a chunk for ENTRIES entries i: (e, COLUMNS) each."""
     group, rest = split_program_id(groups, tl.int32)
@@ -250,11 +244,11 @@ def update_kernel(
             sums = sums + (wait_for_mma(product) if n == ENTRIES - 1 else product,)
         accs = sums
     rescale = 1.0
-    if HALF:
+    if FLOAT16:
         scales_ptr += kv_sequence * SCALES
         rescale = tl.load(scales_ptr + KV_SCALE) / tl.load(scales_ptr + TOKEN_SCALE)
     for n in tl.static_range(ENTRIES):
-        total = accs[n] * rescale if HALF else accs[n]
+        total = accs[n] * rescale if FLOAT16 else accs[n]
         out = total.to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
         state = kv_sequence * state_count + step_chunk + first_state
         out_desc.store([state, group * ENTRIES + n, 0, out_column], out)
@@ -263,16 +257,16 @@ def update_kernel(
 @triton.jit
 def mirror_kernel(
     low_ptr, high_ptr, chunk_count, state_count, first_state,
-    HALF: tl.constexpr, HIGH: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    HALF_DIM: tl.constexpr, HIGH: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """S_ia = S_ai for HIGH entries i in the upper and all a in the lower half; ROWS of the e entries of the values."""
     block, rest = split_program_id(E // ROWS)
     state = rest // chunk_count * state_count + rest % chunk_count + first_state
     rows = (block * ROWS + tl.arange(0, ROWS))[None, :, None]
-    major, minor = tl.arange(0, HALF)[:, None, None], tl.arange(0, HALF)[None, None, :]
-    offsets = (major * E + rows) * (2 * HALF) + minor
-    low_ptr += state * (HALF * E * 2 * HALF) + HALF
-    high_ptr += state * (HIGH * E * 2 * HALF)
+    major, minor = tl.arange(0, HALF_DIM)[:, None, None], tl.arange(0, HALF_DIM)[None, None, :]
+    offsets = (major * E + rows) * (2 * HALF_DIM) + minor
+    low_ptr += state * (HALF_DIM * E * 2 * HALF_DIM) + HALF_DIM
+    high_ptr += state * (HIGH * E * 2 * HALF_DIM)
     block = tl.permute(tl.load(low_ptr + offsets, mask=minor < HIGH), (2, 1, 0))
     tl.store(high_ptr + offsets, block, mask=major < HIGH)
 
@@ -290,7 +284,7 @@ def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
         count,
         state_count,
         first_state,
-        HALF=half,
+        HALF_DIM=half,
         HIGH=high.shape[3],
         E=value_dim,
         ROWS=rows,
@@ -301,19 +295,19 @@ def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
 
 @triton.jit
 def _scan_block(
-    block, kv_sequence, x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, product_stride, sums_ptr,
+    block, kv_sequence, x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, product_stride, gate_sums_ptr,
     length, state_count, first, chunk, size, stride_start, stride_end, unit, out_scale, other_scale,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
-    ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    RETURN_END: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """The scan of one block of the states' numbers, boundary by boundary."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     base = kv_sequence.to(tl.int64) * state_count * size
     if GATED:
-        sums_ptr += kv_sequence.to(tl.int64) * length
+        gate_sums_ptr += kv_sequence.to(tl.int64) * length
     if GIVEN:
         state = tl.load(begin_ptr + kv_sequence.to(tl.int64) * stride_start + offsets)
-        if HALF:
+        if FLOAT16:
             state *= unit
     else:
         state = tl.zeros((BLOCK,), tl.float32)
@@ -322,32 +316,32 @@ def _scan_block(
         if GATED:
             # Between this boundary and the previously visited one; at the first there is nothing to decay.
             later = first + state_index + REVERSE
-            log_decay = sum_at(sums_ptr, later, chunk, length) - sum_at(sums_ptr, later - 1, chunk, length)
+            log_decay = sum_at(gate_sums_ptr, later, chunk, length) - sum_at(gate_sums_ptr, later - 1, chunk, length)
             state *= tl.where(step > 0, tl.exp(log_decay.to(tl.float32)), 1.0)
         # The first boundary of a scan with a start has no chunk of its own.
         own = tl.full((BLOCK,), step > 0, tl.int1) if STARTED else tl.full((BLOCK,), True, tl.int1)
         state += tl.load(x_ptr + base + state_index.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
         if KEPT:
-            kept = state * out_scale if HALF else state
+            kept = state * out_scale if FLOAT16 else state
             tl.store(out_ptr + base + state_index.to(tl.int64) * size + offsets, kept.to(out_ptr.dtype.element_ty))
         if MULTIPLIED:
             other = tl.load(other_ptr + base + state_index.to(tl.int64) * size + offsets).to(tl.float32)
             target = product_ptr + (kv_sequence.to(tl.int64) * state_count + state_index) * product_stride
             product = tl.sum(state * other, axis=0)
-            tl.store(target, product / unit / other_scale if HALF else product)
-    if ENDED:
-        if HALF:
+            tl.store(target, product / unit / other_scale if FLOAT16 else product)
+    if RETURN_END:
+        if FLOAT16:
             state /= unit
         tl.store(end_ptr + kv_sequence.to(tl.int64) * stride_end + offsets, state)
 
 
 @triton.jit
 def scan_kernel(
-    xs, outs, begins, ends, others, product_ptr, sums_ptr, scales_ptr, other_scales_ptr, length, state_count, first,
-    chunk, sizes, start_strides, end_strides, programs,
+    xs, outs, begins, ends, others, product_ptr, gate_sums_ptr, scales_ptr, other_scales_ptr, length, state_count,
+    first, chunk, sizes, start_strides, end_strides, programs,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
-    ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr = False, SCALES: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
+    RETURN_END: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
+    FLOAT16: tl.constexpr = False, SCALES: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
     NORMALIZER_SCALE: tl.constexpr = 0, OTHER_SCALES: tl.constexpr = 0, OTHER_KV_SCALE: tl.constexpr = 0,
     OTHER_NORMALIZER_SCALE: tl.constexpr = 0,
 ):  # fmt: skip
@@ -355,9 +349,9 @@ def scan_kernel(
 
     One launch scans Z and both halves of S: Z alone is so small that its loads would only wait for each other.
 
-    STARTED: the first boundary visited is that of the start, which is zero unless GIVEN. KEPT: store all states. ENDED:
-    store the last one visited in float32. MULTIPLIED: store each CTA's partial inner products with other states. HALF:
-    sums of S have a scale, and so have all stored states; starts, ends and inner products have none.
+    STARTED: the first boundary visited is that of the start, which is zero unless GIVEN. KEPT: store all states.
+    RETURN_END: store the last one visited in float32. MULTIPLIED: store each CTA's partial inner products with other
+    states. FLOAT16: sums of S have a scale, and so have all stored states; starts, ends and inner products have none.
     """
     program, kv_sequence = split_program_id(programs, tl.int32)
     block = program
@@ -366,7 +360,7 @@ def scan_kernel(
         if (block >= 0) & (block < blocks):
             # What starts and ends are multiplied by, what states are multiplied by further, and the others' scale.
             unit, out_scale, other_scale = 1.0, 1.0, 1.0
-            if HALF:
+            if FLOAT16:
                 unit = tl.load(scales_ptr + kv_sequence * SCALES + GRADIENT_FACTOR) if REVERSE else 1.0
                 if n == 0:
                     if REVERSE:
@@ -379,9 +373,9 @@ def scan_kernel(
                     other_scale = tl.load(other_scales_ptr + kv_sequence * OTHER_SCALES + column)
             _scan_block(
                 block, kv_sequence, xs[n], outs[n], begins[n], ends[n], others[n],
-                product_ptr + program if MULTIPLIED else None, programs, sums_ptr, length, state_count, first,
+                product_ptr + program if MULTIPLIED else None, programs, gate_sums_ptr, length, state_count, first,
                 chunk, sizes[n], start_strides[n], end_strides[n], unit, out_scale, other_scale,
-                GATED, REVERSE, STARTED, GIVEN, KEPT, ENDED, MULTIPLIED, BLOCK, HALF,
+                GATED, REVERSE, STARTED, GIVEN, KEPT, RETURN_END, MULTIPLIED, BLOCK, FLOAT16,
             )  # fmt: skip
         block -= blocks
 
@@ -403,32 +397,43 @@ def _scan(
     products = None if others[0] is None else xs[0].new_empty(batch, heads, state_count, programs, dtype=torch.float32)
     launch(
         scan_kernel, flat_grid(programs, batch * heads),
-        xs, outs, starts, ends, others, products, chunks.sums, chunks.scales and chunks.scales.tensor,
+        xs, outs, starts, ends, others, products, chunks.gate_sums, chunks.scales and chunks.scales.tensor,
         other_scales and other_scales.tensor, chunks.length, state_count, chunks.first, chunks.chunk, sizes,
         _head_strides(starts), _head_strides(ends), programs,
-        GATED=chunks.sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
-        KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block,
-        **_scan_scales(chunks.scales, other_scales), num_warps=4, enable_fp_fusion=True,
+        GATED=chunks.gate_sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
+        KEPT=outs[0] is not None, RETURN_END=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block,
+        **scan_scales(chunks.scales, other_scales), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return products
 
 
-def _scan_scales(own: StateScales | None, other: StateScales | None) -> dict[str, Any]:
+def scan_scales(own: StateScales | None, other: StateScales | None) -> dict[str, Any]:
     """The arguments of the scan that say where the scales are."""
     if own is None:
         return {}
-    found = {"HALF": True, "SCALES": own.columns, "KV_SCALE": own.kv, "NORMALIZER_SCALE": own.normalizer}
+    found = {
+        "FLOAT16": True,
+        "SCALES": own.columns,
+        "KV_SCALE": own.kv_column,
+        "NORMALIZER_SCALE": own.normalizer_column,
+    }
     if other is not None:
         found |= {
             "OTHER_SCALES": other.columns,
-            "OTHER_KV_SCALE": other.kv,
-            "OTHER_NORMALIZER_SCALE": other.normalizer,
+            "OTHER_KV_SCALE": other.kv_column,
+            "OTHER_NORMALIZER_SCALE": other.normalizer_column,
         }
     return found
 
 
 def _head_strides(tensors: StateTensors) -> tuple[int, ...]:
     return tuple(0 if x is None else x.stride(1) for x in tensors)
+
+
+def boundaries_with_states(length: int, chunk: int, initial: bool, return_state: bool) -> tuple[int, int]:
+    """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
+    chunks = ceil_div(length, chunk)
+    return (0 if initial else 1), (chunks if return_state else chunks - 1)
 
 
 def entries_of_high(dim: int, key_dim: int | None) -> int:
@@ -446,12 +451,12 @@ def chunk_sums(
     x: Tensor,
     y: Tensor,
     kv_heads: int,
-    sums: Tensor | None,
+    gate_sums: Tensor | None,
     chunk: int,
     *,
     full: bool = False,
     factor: Tensor | None = None,
-    past: Tensor | None = None,
+    state_share: Tensor | None = None,
     reverse: bool = False,
     boundaries: tuple[int, int] | None = None,
     precise: bool = False,
@@ -469,7 +474,7 @@ def chunk_sums(
     Args:
         full: return all d² features, also those that symmetry makes redundant.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
-        past: φ(q) Z of each query's state (`forward.attend`), (b, h, t): queries with 0 do not count; only with
+        state_share: φ(q) Z of each query's state (`forward.attend`), (b, h, t): queries with 0 do not count; only with
             `reverse`.
         reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
         boundaries: the first and the last with a state; None: those between chunks. The first is 0 or 1, the last that
@@ -503,17 +508,17 @@ def chunk_sums(
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
     where = (count, state_count, *((first, 0) if reverse else (0, 1 - first)), chunk)
-    half: dict[str, Any] = {}
+    float16: dict[str, Any] = {}
     if scales is not None:
-        half = {"HALF": True, "SCALES": scales.columns, "TOKEN_SCALE": scales.token}
+        float16 = {"FLOAT16": True, "SCALES": scales.columns, "TOKEN_SCALE": scales.token_column}
     if count:
         launch(
             fold_kernel, flat_grid(count, batch * kv_heads),
-            head_major(x, (TILE_TOKENS, dim)), sums, factor, token_factor, past, scales and scales.tensor, transposed,
-            normalizer, length, all_tiles,
+            head_major(x, (TILE_TOKENS, dim)), gate_sums, factor, token_factor, state_share, scales and scales.tensor,
+            transposed, normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
-            GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
-            **half, num_warps=4, **register_limit(fold_registers), enable_fp_fusion=True,
+            GROUP=group, D=dim, GATED=gate_sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
+            **float16, num_warps=4, **register_limit(fold_registers), enable_fp_fusion=True,
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = blocks_of(transposed.flatten(0, 3), [1, TILE_TOKENS])
@@ -531,13 +536,14 @@ def chunk_sums(
                 blocks_of(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
                 all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
-                TOKENS=TILE_TOKENS, STAGES=stages, **half, **({} if scales is None else {"KV_SCALE": scales.kv}),
+                TOKENS=TILE_TOKENS, STAGES=stages, **float16,
+                **({} if scales is None else {"KV_SCALE": scales.kv_column}),
                 num_warps=warps, **register_limit(registers), enable_fp_fusion=True,
             )  # fmt: skip
         if full:
             _mirror(low, high, where)
     started = last == chunks if reverse else first == 0
-    return ChunkSums(low, high, normalizer, x.dtype, sums, length, chunk, first, started, reverse, scales)
+    return ChunkSums(low, high, normalizer, x.dtype, gate_sums, length, chunk, first, started, reverse, scales)
 
 
 def end_alone(chunks: ChunkSums) -> FullState:
@@ -551,16 +557,16 @@ def scan_sums(
     chunks: ChunkSums,
     start: FullState | None = None,
     *,
-    want_end: bool = False,
+    return_end: bool = False,
     other: ChunkStates | None = None,
     other_scales: StateScales | None = None,
 ) -> tuple[ChunkStates, FullState | None, Tensor | None]:
     """States at the boundaries of chunks. Sums in the dtype of the states are overwritten.
 
     Args:
-        chunks: with all d² features if there is `start`, `want_end` or `other`.
+        chunks: with all d² features if there is `start`, `return_end` or `other`.
         start: the start of the scan: the state at boundary 0, or in reverse the gradient at the last one.
-        want_end: whether to return the end of the scan in float32: the state after the last token, or the gradient of
+        return_end: whether to return the end of the scan in float32: the state after the last token, or the gradient of
             the initial state. The sums of chunks should then be `precise`.
         other: states at the same boundaries, with all features, for inner products with these.
         other_scales: of those states, if they are float16.
@@ -572,7 +578,7 @@ def scan_sums(
     assert chunks.started == (start is not None)
     low, high = (x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.tensors[1:])
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
-    end = _empty_end(chunks) if want_end else None
+    end = _empty_end(chunks) if return_end else None
     others = (other.normalizer, other.low, other.high) if other else NO_TENSORS
     starts, ends = _tensors(start, chunks), _tensors(end, chunks)
     products = _scan(chunks, (normalizer, low, high), starts, ends, others, other_scales)

@@ -59,7 +59,7 @@ def update_kernel(
 
 @triton.jit
 def scan_kernel(
-    states_ptr, weights_ptr, sums_ptr, time, state_count, chunk, size,
+    states_ptr, weights_ptr, gate_sums_ptr, time, state_count, chunk, size,
     E: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """state_s = c x_s + exp(G_{R_s} − G_{R_{s−1}}) state_{s−1} over the boundaries, in place; REVERSE: backwards."""
@@ -74,7 +74,7 @@ def scan_kernel(
             # Between this boundary and the previously visited one; at the first there is nothing to decay.
             earlier = state_index if REVERSE else state_index - 1
             known = (earlier >= 0) & (earlier + 1 < state_count)
-            ends = sums_ptr + kv_sequence * time + (earlier + 1) * chunk - 1
+            ends = gate_sums_ptr + kv_sequence * time + (earlier + 1) * chunk - 1
             log_decay = tl.load(ends + chunk, mask=known, other=0.0) - tl.load(ends, mask=known, other=0.0)
             state *= tl.exp(log_decay.to(tl.float32))
         state += tl.load(base + state_index.to(tl.int64) * size).to(tl.float32)
@@ -83,21 +83,21 @@ def scan_kernel(
 
 @triton.jit
 def overlap_kernel(
-    past_ptr, future_ptr, weights_ptr, out_ptr, size, blocks, state_count, E: tl.constexpr, BLOCK: tl.constexpr
+    earlier_ptr, future_ptr, weights_ptr, out_ptr, size, blocks, state_count, E: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Σ past * future / c over every `splits`-th block of two states one chunk apart; both contain the coefficients
+    """Σ earlier * future / c over every `splits`-th block of two states one chunk apart; both contain the coefficients
     c."""
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     state_index = pair // (state_count - 1) * state_count + pair % (state_count - 1)
-    past_ptr += state_index.to(tl.int64) * size
+    earlier_ptr += state_index.to(tl.int64) * size
     future_ptr += (state_index + 1).to(tl.int64) * size
     acc = tl.zeros((BLOCK,), tl.float32)
     for block in tl.range(split, blocks, splits, num_stages=3):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         weights = tl.load(weights_ptr + offsets // E)
-        past = tl.load(past_ptr + offsets).to(tl.float32)
+        earlier = tl.load(earlier_ptr + offsets).to(tl.float32)
         future = tl.load(future_ptr + offsets).to(tl.float32)
-        acc += past * future / tl.where(weights == 0, 1.0, weights)
+        acc += earlier * future / tl.where(weights == 0, 1.0, weights)
     tl.store(out_ptr + pair * splits + split, tl.sum(acc, axis=0))
 
 
@@ -105,7 +105,7 @@ def chunk_states(
     x: PairFeatures,
     y: Tensor,
     kv_heads: int,
-    sums: Tensor | None,
+    gate_sums: Tensor | None,
     chunk: int,
     layout: StateLayout,
     *,
@@ -120,7 +120,7 @@ def chunk_states(
     Args:
         x: pair features of keys, or of queries with `reverse`.
         y: values (b, h_kv, e, t), or output gradients (b, h, e, t) with `reverse`; t as in x.
-        sums: G of the whole sequence, (b, h_kv, time) float64, or None without gates.
+        gate_sums: G of the whole sequence, (b, h_kv, time) float64, or None without gates.
         reverse: sum over the tokens after each boundary instead of those before it.
     """
     batch, heads, length, inner_columns = x.inner.shape
@@ -141,28 +141,28 @@ def chunk_states(
     size = layout.rows * width
     launch(
         scan_kernel, flat_grid(size // SCAN_BLOCK, batch * kv_heads),
-        states, layout.weights, sums, 0 if sums is None else sums.shape[-1], state_count, chunk, size,
-        E=value_dim, GATED=sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
+        states, layout.weights, gate_sums, 0 if gate_sums is None else gate_sums.shape[-1], state_count, chunk, size,
+        E=value_dim, GATED=gate_sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return states
 
 
-def overlap(past: Tensor, future: Tensor, state_count: int, layout: StateLayout) -> Tensor:
+def overlap(earlier: Tensor, future: Tensor, state_count: int, layout: StateLayout) -> Tensor:
     """Σ B_ij g_i · y_j over the pairs with j before and i after a chunk, without the decay of that chunk.
 
     Args:
-        past: states of (k, y), for each sequence at its `state_count` boundaries.
+        earlier: states of (k, y), for each sequence at its `state_count` boundaries.
         future: reversed states of (q, g), likewise.
 
     Returns (sequences · (state_count − 1),) float64, for the chunks between two boundaries.
     """
-    states, rows, width = past.shape
+    states, rows, width = earlier.shape
     blocks = rows * width // SCAN_BLOCK
     splits = min(OVERLAP_SPLITS, blocks)
-    out = past.new_empty(states // state_count * (state_count - 1), splits, dtype=torch.float32)
+    out = earlier.new_empty(states // state_count * (state_count - 1), splits, dtype=torch.float32)
     launch(
         overlap_kernel, (out.shape[0], splits),
-        past, future, layout.weights, out, rows * width, blocks, state_count, E=width // layout.pairs, BLOCK=SCAN_BLOCK,
-        num_warps=4, enable_fp_fusion=True,
+        earlier, future, layout.weights, out, rows * width, blocks, state_count, E=width // layout.pairs,
+        BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out.sum(-1, dtype=torch.float64)

@@ -132,9 +132,9 @@ def pair_lists(dim: int, device: torch.device) -> PairLists:
     inner, outer = _inner_pairs(dim), _outer_pairs(dim)
     inner_column, outer_column = torch.zeros(2, dim, dim, dtype=torch.int32)
     for pairs, columns in ((inner, inner_column), (outer, outer_column)):
-        for column, (low, high) in enumerate(pairs):
-            if low >= 0:
-                columns[low, high] = columns[high, low] = column
+        for column, (i, a) in enumerate(pairs):
+            if i >= 0:
+                columns[i, a] = columns[a, i] = column
     lists = (torch.tensor(pairs, dtype=torch.int32).T.contiguous() for pairs in (inner, outer))
     return PairLists(*(x.to(device) for x in (*lists, inner_column, outer_column)))
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from sympow.errors import ArgumentError
 from sympow.kernels.common import EPSILON, STATE_EPSILON
-from sympow.kernels.device_limits import limits_of
+from sympow.kernels.device_limits import QUARTIC_DIMS, QUARTIC_VALUE_DIMS, limits_of
 from sympow.kernels.launch import rows_contiguous
 from sympow.kernels.operator import operator
 from sympow.kernels.running_sums import gate_sums
@@ -40,8 +40,6 @@ from sympow.kernels.states.quartic_features import (
 from sympow.kernels.states.quartic_query import inner_gradient, outer_gradient, query_states
 
 POWER = 4
-DIMS = (16, 32)
-VALUE_DIMS = (16, 32, 64, 128)
 CHUNK_UNIT = 128
 # Upper bound of features, states and their gradients that exist at once.
 SCRATCH_BYTES = 1 << 30
@@ -182,10 +180,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, power: int, chunk: int) -> None:
         raise ArgumentError("power", f"must be {POWER}, got {power}")
     if chunk < 1 or chunk % CHUNK_UNIT:
         raise ArgumentError("chunk", f"must be a positive multiple of {CHUNK_UNIT}, got {chunk}")
-    if q.shape[-1] not in DIMS or k.shape[-1] != q.shape[-1]:
-        raise ArgumentError("q", f"and k must have heads of {DIMS} entries alike, got {q.shape[-1]} and {k.shape[-1]}")
-    if v.shape[-1] not in VALUE_DIMS:
-        raise ArgumentError("v", f"must have heads of {VALUE_DIMS} entries, got {v.shape[-1]}")
+    if q.shape[-1] not in QUARTIC_DIMS or k.shape[-1] != q.shape[-1]:
+        raise ArgumentError(
+            "q", f"and k must have heads of {QUARTIC_DIMS} entries alike, got {q.shape[-1]} and {k.shape[-1]}"
+        )
+    if v.shape[-1] not in QUARTIC_VALUE_DIMS:
+        raise ArgumentError("v", f"must have heads of {QUARTIC_VALUE_DIMS} entries, got {v.shape[-1]}")
     if q.shape[2] % k.shape[2] or v.shape[2] != k.shape[2]:
         raise ArgumentError(
             "k",

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sympow.ops.inputs import Inputs
 from sympow.ops.numerics import compute_dtype, without_autocast
-from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.torch.forms import chunked_form, run_portable
 from sympow.settings import symmetric_dim
 
 
 def run_open_length(
-    sequence: Sequence,
+    inputs: Inputs,
     initial_state: State | None,
     return_state: bool,
     form: str,
@@ -31,20 +31,20 @@ def run_open_length(
     needs_grad: bool,
 ) -> tuple[Tensor, State | None]:
     """As `run_portable`, for a batch or length that is symbolic."""
-    gate_per_pair = sequence.log_gamma is not None and sequence.log_gamma.ndim == 4
+    gate_per_pair = inputs.log_gamma is not None and inputs.log_gamma.ndim == 4
     in_one_tile = chunk_size is None and form in ("auto", "attention") and not gate_per_pair
     if torch.compiler.is_exporting() and in_one_tile:
-        return chunked_form(sequence, initial_state, return_state, None, needs_grad)
+        return chunked_form(inputs, initial_state, return_state, None, needs_grad)
     state = initial_state
     y, kv, normalizer, phase = _run(
-        *(sequence.q, sequence.k, sequence.v, sequence.log_gamma, sequence.beta, sequence.theta),
+        *(inputs.q, inputs.k, inputs.v, inputs.log_gamma, inputs.beta, inputs.theta),
         *((None, None, None) if state is None else (state.kv, state.normalizer, state.phase)),
-        *(sequence.power, return_state, form, chunk_size or 0),
+        *(inputs.power, return_state, form, chunk_size or 0),
     )
     if not return_state:
         return y, None
-    after_phase = phase if sequence.rotated else None
-    return y, State(kv, normalizer, after_phase, power=sequence.power, key_dim=sequence.key_dim)
+    after_phase = phase if inputs.rotated else None
+    return y, State(kv, normalizer, after_phase, power=inputs.power, key_dim=inputs.key_dim)
 
 
 # The nine tensors of a call and of the state before it, and its options.
@@ -64,13 +64,13 @@ def _outcome(
     assert q is not None
     assert k is not None
     assert v is not None
-    sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
+    inputs = Inputs(q, k, v, log_gamma, beta, theta, power)
     state = None
     if kv is not None and normalizer is not None:
-        state = State(kv, normalizer, phase, power=power, key_dim=sequence.key_dim)
-    needs_grad = sequence.needs_grad or (torch.is_grad_enabled() and state is not None and state.requires_grad)
+        state = State(kv, normalizer, phase, power=power, key_dim=inputs.key_dim)
+    needs_grad = inputs.needs_grad or (torch.is_grad_enabled() and state is not None and state.requires_grad)
     with without_autocast(q.device):
-        y, after = run_portable(sequence, state, return_state, form, chunk_size or None, needs_grad)
+        y, after = run_portable(inputs, state, return_state, form, chunk_size or None, needs_grad)
     if after is None:
         return (y,)
     return (y, after.kv, after.normalizer) if after.phase is None else (y, after.kv, after.normalizer, after.phase)

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from sympow.ops.compilation import slices
 from sympow.ops.dispatch import portable_chunk
+from sympow.ops.inputs import Inputs, divide, prepare
 from sympow.ops.numerics import feature_decay, least_exponent, power_of_two, state_exponents
-from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_power
 from sympow.ops.torch.products import (
@@ -50,7 +50,7 @@ class Carry:
     phase: Tensor | None = None
 
 
-def enter(sequence: Sequence, state: State | None) -> Carry:
+def enter(sequence: Inputs, state: State | None) -> Carry:
     """The state carry a call starts from; its kv and normalizer are copies."""
     if state is None:
         shape = (sequence.batch, sequence.key_heads)
@@ -64,7 +64,7 @@ def enter(sequence: Sequence, state: State | None) -> Carry:
     return Carry(exponent, kv * _factor(down, kv), normalizer * _factor(down, normalizer), state.phase)
 
 
-def leave(sequence: Sequence, carry: Carry, *, in_place: bool) -> State:
+def leave(sequence: Inputs, carry: Carry, *, in_place: bool) -> State:
     """The state a call ends with, in units of the keys themselves.
 
     Args:
@@ -87,7 +87,7 @@ def _factor(exponent: Tensor, x: Tensor) -> Tensor:
 
 
 def chunked_form(
-    sequence: Sequence, state: State | None, return_state: bool, chunk_size: int | None, needs_grad: bool
+    sequence: Inputs, state: State | None, return_state: bool, chunk_size: int | None, needs_grad: bool
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e), and the state after the last token if asked for; chunk_size None: the attention form."""
     power = sequence.power
@@ -118,7 +118,7 @@ def chunked_form(
 
 
 def recurrent_form(
-    sequence: Sequence, state: State | None, return_state: bool, needs_grad: bool
+    sequence: Inputs, state: State | None, return_state: bool, needs_grad: bool
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e), and the state after the last token if asked for."""
     power = sequence.power
@@ -163,7 +163,7 @@ def recurrent_form(
 
 
 def run_portable(
-    sequence: Sequence,
+    sequence: Inputs,
     state: State | None,
     return_state: bool,
     form: str,
@@ -182,7 +182,7 @@ def run_portable(
     return chunked_form(sequence, state, return_state, size, needs_grad)
 
 
-def fold(sequence: Sequence, state: State | None = None, phase: Tensor | None = None) -> State:
+def fold(sequence: Inputs, state: State | None = None, phase: Tensor | None = None) -> State:
     """Folds at least one token into a state: adds φ(k) vᵀ of each to S, and φ(k) to Z (paper §2.1).
 
     Args:
@@ -201,11 +201,11 @@ def fold(sequence: Sequence, state: State | None = None, phase: Tensor | None = 
 
 
 def run_late_queries(
-    sequence: Sequence,
+    sequence: Inputs,
     state: State | None,
     return_state: bool,
     by_scores: bool | None,
-    run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
+    run: Callable[[Inputs, State | None], tuple[Tensor, State | None]],
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e) of a call with fewer queries than keys, and the state after the last token if asked for.
 
@@ -232,7 +232,7 @@ def run_late_queries(
 
 
 def _attend_late(
-    sequence: Sequence, queries: int, state: State | None, return_state: bool
+    sequence: Inputs, queries: int, state: State | None, return_state: bool
 ) -> tuple[Tensor, State | None]:
     """The last `queries` queries attend by scores to all keys and, if there is one, to the state before them."""
     power = sequence.power

@@ -2,7 +2,7 @@
 
 All work on head-major tensors, h_kv = n key heads with g query heads each:
     q (b, n, g, t, d)    k (b, n, t, d)    v (b, n, t, e)    kv (b, n, D, e)    normalizer (b, n, D)
-and on running sums of logarithms of decays, `decay` (b, n, t, 1 or d/2) in float64, from `sympow.ops.sequence.prepare`.
+and on running sums of logarithms of decays, `decay` (b, n, t, 1 or d/2) in float64, from `sympow.ops.inputs.prepare`.
 What attends returns `Sums`, numerator and denominator apart, so that contributions from several blocks add before the
 one division.
 

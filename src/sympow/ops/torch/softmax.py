@@ -8,7 +8,7 @@ Products are PyTorch's own `scaled_dot_product_attention`.
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, overload
@@ -19,8 +19,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sympow.errors import ArgumentError, ArgumentTypeError
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree, slices
-from sympow.ops.rotation import rotate_sequence
-from sympow.ops.sequence import Sequence, run_documents
+from sympow.ops.inputs import Inputs, run_documents
+from sympow.ops.rotation import rotate_inputs
 from sympow.ops.torch.products import recompute
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
@@ -53,7 +53,7 @@ class KeyValueState(TensorRecord):
         return self.k.shape[1]
 
     @classmethod
-    def cat(cls, caches: abc.Sequence[KeyValueState]) -> KeyValueState:
+    def cat(cls, caches: Sequence[KeyValueState]) -> KeyValueState:
         """Concatenates caches along the batch; shorter ones are padded on the left."""
         if not caches:
             raise ArgumentError("caches", "must hold at least one cache, got none")
@@ -174,35 +174,39 @@ def softmax_attention(
         _check_cache(initial_state, k, v, gated=log_gamma is not None, rotated=theta is not None)
     if log_gamma is not None and log_gamma.ndim == 4:
         log_gamma = log_gamma.mean(-1)
-    sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
+    inputs = Inputs(q, k, v, log_gamma, beta, theta, power=1)
     if cu_seqlens is not None:
-        return run_documents(sequence, offsets, None, lambda document, _: (_run(document, None, None)[0], None))[0]
-    y, state = _run(sequence, initial_state, mask)
+        return run_documents(inputs, offsets, None, lambda document, _: (_run(document, None, None)[0], None))[0]
+    y, state = _run(inputs, initial_state, mask)
     return (y, state) if return_state else y
 
 
-def _run(sequence: Sequence, past: KeyValueState | None, mask: Tensor | None) -> tuple[Tensor, KeyValueState]:
-    q, k, phase = rotate_sequence(sequence, None if past is None else past.phase)
-    v = sequence.v
+def _run(inputs: Inputs, initial_state: KeyValueState | None, mask: Tensor | None) -> tuple[Tensor, KeyValueState]:
+    q, k, phase = rotate_inputs(inputs, None if initial_state is None else initial_state.phase)
+    v = inputs.v
     decay = None
-    if sequence.log_gamma is not None:
-        decay = sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)  # (b, t, h_kv)
-    if past is not None:
-        mask = _join_masks(past, mask, k)
-        k, v = torch.cat([past.k, k], dim=1), torch.cat([past.v, v], dim=1)
-        if decay is not None and past.decay is not None:
-            so_far = past.decay[:, -1:].sum(1, keepdim=True)  # a sum, since the cache may still be empty
-            decay = torch.cat([past.decay, so_far + decay], dim=1)
+    if inputs.log_gamma is not None:
+        decay = inputs.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)  # (b, t, h_kv)
+    if initial_state is not None:
+        mask = _join_masks(initial_state, mask, k)
+        k, v = torch.cat([initial_state.k, k], dim=1), torch.cat([initial_state.v, v], dim=1)
+        if decay is not None and initial_state.decay is not None:
+            so_far = initial_state.decay[:, -1:].sum(1, keepdim=True)  # a sum, since the cache may still be empty
+            decay = torch.cat([initial_state.decay, so_far + decay], dim=1)
     y = _attend(q, k, v, decay, mask)
     return y, KeyValueState(k, v, decay, phase) if mask is None else PaddedKeyValueState(k, v, decay, phase, mask)
 
 
-def _join_masks(past: KeyValueState, mask: Tensor | None, k: Tensor) -> Tensor | None:
+def _join_masks(initial_state: KeyValueState, mask: Tensor | None, k: Tensor) -> Tensor | None:
     """The mask of old and new keys together, (b, s + t); None: no padding."""
-    if mask is None and not isinstance(past, PaddedKeyValueState):
+    if mask is None and not isinstance(initial_state, PaddedKeyValueState):
         return None
     everything = torch.ones((), dtype=torch.bool, device=k.device)
-    old = past.mask if isinstance(past, PaddedKeyValueState) else everything.expand(past.k.shape[:2])
+    old = (
+        initial_state.mask
+        if isinstance(initial_state, PaddedKeyValueState)
+        else everything.expand(initial_state.k.shape[:2])
+    )
     new = everything.expand(k.shape[:2]) if mask is None else mask
     return torch.cat([old, new], dim=1)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.compilation import TensorRecord
+from sympow.ops.inputs import Inputs, divide
 from sympow.ops.numerics import (
     compute_dtype,
     least_exponent,
@@ -21,7 +22,6 @@ from sympow.ops.numerics import (
     unit_length,
 )
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
-from sympow.ops.sequence import Sequence, divide
 from sympow.ops.torch.products import (
     attend_to_past,
     attend_to_self,
@@ -68,12 +68,12 @@ class PortableWindow(TensorRecord):
     def value_dim(self) -> int:
         return self.values.shape[3]
 
-    def _portable_step(self, sequence: Sequence) -> Tensor:
+    def _portable_step(self, inputs: Inputs) -> Tensor:
         """y (b, 1, h, e) of one token, which is added to the window; NaN where the window is full."""
-        power, dtype = self.power, sequence.compute_dtype
-        query, key = self._rotate(sequence)
-        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
-        decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
+        power, dtype = self.power, inputs.compute_dtype
+        query, key = self._rotate(inputs)
+        value = inputs.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
+        decay = self._decay_through(inputs)  # (b, n, 1, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
         query = query * self._query_scales(keys, held_decay, key, decay)
 
@@ -81,19 +81,19 @@ class PortableWindow(TensorRecord):
         sums = sums.plus(attend_to_self(query, key, value, power))
         if self.kv is not None and self.normalizer is not None:
             sums = sums.plus(query_state(query, decay, self.kv, self.normalizer, power))
-        y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
+        y = divide(sums.numerator, sums.denominator, inputs.q.dtype)
 
         # As in the kernels, NaN marks a token beyond the capacity.
-        full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
+        full = (self.count >= self.capacity).repeat_interleave(inputs.group, dim=1)
         self._put(key, value, decay)
         return y.masked_fill(full[:, None, :, None], float("nan"))
 
-    def _portable_read(self, sequence: Sequence) -> Tensor:
+    def _portable_read(self, inputs: Inputs) -> Tensor:
         """y (b, t, h, e) of tokens within the capacity, which are added to the window."""
-        power, dtype = self.power, sequence.compute_dtype
-        query, key = self._rotate(sequence)
-        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
-        decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
+        power, dtype = self.power, inputs.compute_dtype
+        query, key = self._rotate(inputs)
+        value = inputs.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
+        decay = self._decay_through(inputs)  # (b, n, t, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
         query = query * self._query_scales(keys, held_decay, key, decay)
         sums = causal_attention(query, key, value, decay, power)
@@ -101,12 +101,12 @@ class PortableWindow(TensorRecord):
         if self.kv is not None and self.normalizer is not None:
             sums = sums.plus(query_state(query, decay, self.kv, self.normalizer, power))
         self._put(key, value, decay)
-        return divide(sums.numerator, sums.denominator, sequence.q.dtype)
+        return divide(sums.numerator, sums.denominator, inputs.q.dtype)
 
-    def _portable_extend(self, sequence: Sequence) -> None:
+    def _portable_extend(self, inputs: Inputs) -> None:
         """Adds tokens to the window without computing their outputs."""
-        _, key = self._rotate(sequence)
-        self._put(key, sequence.v.transpose(1, 2), self._decay_through(sequence))
+        _, key = self._rotate(inputs)
+        self._put(key, inputs.v.transpose(1, 2), self._decay_through(inputs))
 
     def _portable_fold(self) -> None:
         """Folds the tokens into the state, which is created if there is none, and empties the window."""
@@ -144,22 +144,22 @@ class PortableWindow(TensorRecord):
         # The last one is the smallest, since log γ is never positive.
         return self.decay[:, :, places].masked_fill(empty, 0.0).amin(2, keepdim=True)
 
-    def _decay_through(self, sequence: Sequence) -> Tensor:
+    def _decay_through(self, inputs: Inputs) -> Tensor:
         """The same up to each of the new tokens: (b, n, t, 1 or d/2)."""
         so_far = self._decay_so_far()
-        if sequence.log_gamma is None:
-            return so_far.expand(-1, -1, sequence.length, -1)
-        return so_far + log_gate_root(sequence.log_gamma, self.power).cumsum(2)
+        if inputs.log_gamma is None:
+            return so_far.expand(-1, -1, inputs.length, -1)
+        return so_far + log_gate_root(inputs.log_gamma, self.power).cumsum(2)
 
-    def _rotate(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+    def _rotate(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Rotated queries of unit length (b, n, g, t, d) and keys (b, n, t, d). Advances the phase."""
-        dtype = sequence.compute_dtype
-        q = unit_length(sequence.q.to(dtype)).unflatten(2, (sequence.key_heads, sequence.group))
-        k = sequence.k.to(dtype)
-        if sequence.theta is not None and self.phase is not None:
-            angles = accumulate_phase(sequence.theta, sequence.beta, self.phase, length=sequence.length)
+        dtype = inputs.compute_dtype
+        q = unit_length(inputs.q.to(dtype)).unflatten(2, (inputs.key_heads, inputs.group))
+        k = inputs.k.to(dtype)
+        if inputs.theta is not None and self.phase is not None:
+            angles = accumulate_phase(inputs.theta, inputs.beta, self.phase, length=inputs.length)
             q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
-            self.phase.copy_(last_phase(angles, self.phase, sequence.batch, sequence.key_heads))
+            self.phase.copy_(last_phase(angles, self.phase, inputs.batch, inputs.key_heads))
         return q.permute(0, 2, 3, 1, 4), k.transpose(1, 2)
 
     def _query_scales(self, keys: Tensor, held_decay: Tensor, new: Tensor, decay: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from sympow.errors import ArgumentError, ArgumentTypeError, UserError
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel, stop_strings
-from sympow.ops.window import CAPACITY
+from sympow.ops.window_batch import CAPACITY
 from sympow.serving.engine.completion import Completion, Prefilling
 from sympow.serving.engine.prefill_graphs import PrefillGraphs, StateBuffer, unsupported_reason
 from sympow.serving.engine.prefix_cache import TOKEN_TYPE, PrefixCache

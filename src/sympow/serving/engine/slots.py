@@ -9,7 +9,7 @@ Each row is folded when its own window is full.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from sympow.model.gpt import GPT
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
-from sympow.ops.window import Window, copy_scales
+from sympow.ops.window import Window
+from sympow.ops.window_batch import copy_scales
 from sympow.serving.engine.captured import CapturedCalls
 from sympow.serving.engine.prefill_graphs import StateBuffer
 
@@ -35,8 +36,8 @@ class SlotWindow(Window):
 
     whole = 0
 
-    def _rows(self, start: int, stop: int) -> SlotWindow:
-        shown = cast("SlotWindow", super()._rows(start, stop))
+    def _rows(self, start: int, stop: int) -> Self:
+        shown = super()._rows(start, stop)
         shown.whole = self.whole or len(self.values)
         return shown
 

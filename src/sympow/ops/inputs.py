@@ -1,4 +1,4 @@
-"""`Sequence`, the checked inputs of one call, and their preparation for plain PyTorch: rotated, scaled, head-major."""
+"""`Inputs`, the checked inputs of one call, and their preparation for plain PyTorch: rotated, scaled, head-major."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sympow.ops.state import State
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Inputs:
     """Checked inputs of `sympow.attention` for a batch of sequences of one length, time on the second axis."""
 
     q: Tensor
@@ -71,8 +71,8 @@ class Sequence:
         tensors = (self.q, self.k, self.v, self.log_gamma, self.beta, self.theta)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
-    def __getitem__(self, time: slice) -> Sequence:
-        return Sequence(
+    def __getitem__(self, time: slice) -> Inputs:
+        return Inputs(
             q=self.q[:, time],
             k=self.k[:, time],
             v=self.v[:, time],
@@ -116,31 +116,31 @@ class Prepared:
     exponent: Tensor
 
 
-def prepare(chunk: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
+def prepare(inputs: Inputs, phase: Tensor | None, exponent: Tensor) -> Prepared:
     """Rotates and scales the inputs of a chunk, and brings them into head-major layout.
 
     Args:
-        chunk: the inputs.
+        inputs: those of the chunk.
         phase: μ before it, (b, h_kv, d/2), or None for zero.
         exponent: keys before it are divided by 2^exponent, (b, h_kv).
     """
-    dtype = chunk.compute_dtype
-    q = unit_length(chunk.q.to(dtype)).unflatten(2, (chunk.key_heads, chunk.group))
-    k = chunk.k.to(dtype)
-    gates = None if chunk.log_gamma is None else log_gate_root(chunk.log_gamma, chunk.power).cumsum(2)
+    dtype = inputs.compute_dtype
+    q = unit_length(inputs.q.to(dtype)).unflatten(2, (inputs.key_heads, inputs.group))
+    k = inputs.k.to(dtype)
+    gates = None if inputs.log_gamma is None else log_gate_root(inputs.log_gamma, inputs.power).cumsum(2)
     exponents = running_key_exponents(k, exponent, gates)
     k = k * power_of_two(-exponents, dtype).unsqueeze(-1)
-    if chunk.theta is not None:
-        angles = accumulate_phase(chunk.theta, chunk.beta, phase, length=chunk.length)
+    if inputs.theta is not None:
+        angles = accumulate_phase(inputs.theta, inputs.beta, phase, length=inputs.length)
         q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
-        phase = last_phase(angles, phase, chunk.batch, chunk.key_heads)
+        phase = last_phase(angles, phase, inputs.batch, inputs.key_heads)
     decay = (exponent.unsqueeze(1) - exponents).to(torch.float64).mul(math.log(2)).transpose(1, 2).unsqueeze(-1)
     if gates is not None:
         decay = decay + gates
     return Prepared(
         q=q.permute(0, 2, 3, 1, 4),
         k=k.transpose(1, 2),
-        v=chunk.v.to(dtype).transpose(1, 2),
+        v=inputs.v.to(dtype).transpose(1, 2),
         decay=decay,
         phase=phase,
         exponent=exponents[:, -1],
@@ -160,15 +160,15 @@ def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def run_documents(
-    sequence: Sequence,
+    inputs: Inputs,
     offsets: list[int],
     initial_state: State | None,
-    run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
+    run: Callable[[Inputs, State | None], tuple[Tensor, State | None]],
 ) -> tuple[Tensor, State | None]:
     """Applies `run` to each document with its own initial state, and concatenates the results.
 
     Args:
-        sequence: batch 1, all documents along time.
+        inputs: batch 1, all documents along time.
         offsets: the first token of each document, and the end of the last one.
         initial_state: one batch entry per document, or None.
         run: takes a document and its initial state, returns y and, if it makes one, the final state.
@@ -176,7 +176,7 @@ def run_documents(
     outputs, states = [], []
     for document, (start, stop) in enumerate(pairwise(offsets)):
         before = None if initial_state is None else initial_state.select(slice(document, document + 1))
-        y, after = run(sequence[start:stop], before)
+        y, after = run(inputs[start:stop], before)
         outputs.append(y)
         if after is not None:
             states.append(after)
