@@ -112,6 +112,15 @@ def conv_shape(record: Any) -> tuple[int, ...]:
     return () if record.conv_state is None else tuple(record.conv_state.shape[1:])
 
 
+def runs_now_on_cpu(x: Tensor) -> bool:
+    """Whether an operation on x takes place on a CPU at once.
+
+    Not in a graph that is traced. Subclasses, such as fake tensors, and torch.func bring meanings of their own.
+    """
+    plain = type(x) is Tensor and x.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
 def is_known(size: int) -> bool:
     """Whether a size is a number, and not symbolic in a graph that torch.compile or torch.export traces."""
     if not torch.compiler.is_compiling():

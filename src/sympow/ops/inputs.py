@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -81,6 +81,17 @@ class Inputs:
             theta=self.theta,
             power=self.power,
         )
+
+    def split(self, size: int) -> list[Inputs]:
+        """Consecutive parts of `size` tokens, the last one of the rest.
+
+        The gradient of a slice is as large as the whole; those of all parts together are put together once.
+        """
+        tensors = (self.q, self.k, self.v, self.log_gamma, self.beta)
+        # None is repeated without end.
+        parts = zip(*(repeat(None) if x is None else x.split(size, dim=1) for x in tensors), strict=False)
+        names = ("q", "k", "v", "log_gamma", "beta")
+        return [replace(self, **dict(zip(names, part, strict=True))) for part in parts]
 
     def one_token(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """q (b, h, d), k, v, log γ, β and θ of a sequence of one token, without the time axis."""

@@ -97,8 +97,9 @@ def chunked_form(
     buffer = None if needs_grad else sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
 
     chunks = slices(sequence.length, chunk_size)
-    for number, tokens in enumerate(chunks, start=1):
-        chunk = prepare(sequence[tokens], carry.phase, carry.exponent)
+    parts = [sequence] if chunk_size is None or len(chunks) == 1 else sequence.split(chunk_size)
+    for number, (tokens, part) in enumerate(zip(chunks, parts, strict=True), start=1):
+        chunk = prepare(part, carry.phase, carry.exponent)
         sums = causal_attention(chunk.q, chunk.k, chunk.v, chunk.decay, power)
         if carry.kv is not None and carry.normalizer is not None:
             sums = sums.plus(query_state(chunk.q, chunk.decay, carry.kv, carry.normalizer, power))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -27,18 +28,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from sympow.ops.compilation import is_known, slices
-from sympow.ops.numerics import apply_decay, feature_decay, power_of_two
+from sympow.ops.compilation import is_known, runs_now_on_cpu, slices
+from sympow.ops.numerics import apply_decay, decay_to_meet, feature_decay, power_of_two
 from sympow.ops.symmetric import even_power, symmetric_power_rows
+from sympow.ops.torch import quadratic
 from sympow.settings import symmetric_dim
 
-# Scores or features of one block, over batch and heads. 16 Mi elements are 64 MiB in float32: large enough that the
-# products take much longer than their launches, and small beside any state that is worth chunking for.
+# Scores or features of one block, over batch and heads. On a GPU 16 Mi elements, 64 MiB in float32, are enough for
+# products to take much longer than their launches, and few beside any state that is worth chunking for.
 BLOCK_ELEMENTS = 1 << 24
+# On a CPU blocks stay in the caches. Those of features have few rows in any case, and products of fewer are slow.
+CACHED_SCORES_PER_THREAD = 1 << 18
+CACHED_FEATURES_PER_THREAD = 1 << 20
 # Rows of a tile of scores. The minimum applies even where a block is then larger than BLOCK_ELEMENTS.
 MIN_ROWS = 16
 MAX_ROWS = 256
-# Rows of a tile whose decays are computed element by element, where each pair of entries has its own gate.
+# Rows of a diagonal tile, whose decays are computed element by element; the second where each pair of entries has its
+# own gate.
+DIAGONAL_ROWS = 64
 PAIRWISE_ROWS = 8
 
 # Weights of higher powers are taken in units of their rows.
@@ -90,9 +97,8 @@ class Sums:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
     """Σ_{j≤i} B_ij V_j and Σ_{j≤i} B_ij with B_ij = b_ij (q_i · k_j)^p (paper §3.1)."""
-    if decay.shape[-1] > 1:
-        return _causal_by_halves(q, k, v, decay, power)
-    return _causal_in_tiles(q, k, v, decay, power)
+    by_halves = decay.shape[-1] > 1 or runs_now_on_cpu(q)
+    return (_causal_by_halves if by_halves else _causal_in_tiles)(q, k, v, decay, power)
 
 
 def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: Tensor, power: int) -> Sums:
@@ -103,8 +109,12 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: T
         k, v: (b, n, s, ·).
         decay, past_decay: running sums at the queries (b, n, t, ·) and at the keys (b, n, s, ·).
     """
-    tiles = slices(q.shape[3], _rows_in_a_block(q, k.shape[2]))
-    sums = [Sums(*recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power)) for t in tiles]
+    rows, columns = _tile(q, k)
+    keys = list(zip(*(_split(x, columns, dim=2) for x in (k, v, past_decay)), strict=True))
+    sums = []
+    for queries, at in zip(_split(q, rows, dim=3), _split(decay, rows, dim=2), strict=True):
+        tiles = [_past_tile(queries, k, v, at, past, power) for k, v, past in keys]
+        sums.append(reduce(Sums.plus, tiles))
     return joined(sums, dim=3)
 
 
@@ -117,6 +127,8 @@ def attend_to_self(q: Tensor, k: Tensor, v: Tensor, power: int) -> Sums:
 def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     """φ(q_i) S and φ(q_i) Z for a state that has since decayed by `decay` (paper §2.1)."""
     q = apply_decay(q, decay.unsqueeze(2))
+    if quadratic.supports(q, power):
+        return _query_quadratic(q, kv, normalizer)
     block = _query_block if power <= LARGEST_POWER_WITHOUT_UNITS else _query_block_in_units
     parts = [
         Sums(*recompute(block, q[:, :, :, rows], kv, normalizer, power))
@@ -147,6 +159,8 @@ def update_state(
         feature = feature_decay(total.squeeze(2), power, kv.dtype)
         kv = multiply(kv, feature.unsqueeze(-1), in_place=in_place)
         normalizer = multiply(normalizer, feature, in_place=in_place)
+    if quadratic.supports(k, power):
+        return _update_quadratic(k, v, kv, normalizer, in_place=in_place)
     for rows in _feature_blocks(k.unsqueeze(2), v.shape[-1], power):
         added_kv, added_normalizer = recompute(_update_block, k[:, :, rows], v[:, :, rows], power)
         if kv is None or normalizer is None:
@@ -189,25 +203,23 @@ def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int)
         diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], decay[:, :, rows], power)
         tile_sums = Sums(*recompute(_diagonal_tile, *diagonal))
         if rows.start:
-            past = recompute(
-                _past_tile,
-                *(q[:, :, :, rows], k[:, :, columns], v[:, :, columns], decay[:, :, rows], decay[:, :, columns], power),
-            )
-            tile_sums = tile_sums.plus(Sums(*past))
+            past = (q[:, :, :, rows], k[:, :, columns], v[:, :, columns], decay[:, :, rows], decay[:, :, columns])
+            tile_sums = tile_sums.plus(attend_to_past(*past, power))
         sums.append(tile_sums)
     return joined(sums, dim=3)
 
 
 def _causal_by_halves(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
-    """One gate per pair of entries: the later half of the rows attends to the earlier half, and so on within each half.
+    """The later half of the rows attends to the earlier half, and so on within each half.
 
-    Within a diagonal tile decays are computed element by element for each of d/2 pairs, so these tiles must be small,
-    and there are many. All tiles of one size are batched as if they were heads, so that the number of calls grows with
-    the logarithm of the length as long as `BLOCK_ELEMENTS` allows.
+    Within a diagonal tile decays are computed element by element, and for each of d/2 pairs where each pair of entries
+    has its own gate, so these tiles must be small, and there are many. All tiles of one size are batched as if they
+    were heads, so that the number of calls grows with the logarithm of the length as long as blocks allow.
     """
-    heads, length = q.shape[:2], q.shape[3]
+    heads, length, pairs = q.shape[:2], q.shape[3], decay.shape[-1]
+    most, diagonal = (DIAGONAL_ROWS, _diagonal_tile) if pairs == 1 else (PAIRWISE_ROWS, _pairwise_tile)
     tile, halvings = length, 0
-    while tile > PAIRWISE_ROWS:
+    while tile > most:
         tile, halvings = -(-tile // 2), halvings + 1
     padding = (tile << halvings) - length  # less than one row a tile
     if padding:
@@ -218,9 +230,9 @@ def _causal_by_halves(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int
     sequences = [x.flatten(0, 1).contiguous() for x in (q.transpose(2, 3), k, v, decay)]
 
     tiles = _side_by_side(sequences, tile)
-    pairwise = q.shape[2] * tile * tile * decay.shape[-1]
+    elements = q.shape[2] * tile * tile * pairs
     # Decays are float64 and count twice.
-    sums = _over_heads(_attend_pairwise, 2 * pairwise, *tiles, power=power)
+    sums = _over_heads(lambda *args: Sums(*recompute(diagonal, *args)), 2 * elements, *tiles, power=power)
     for size in (tile << level for level in range(halvings)):
         queries, keys, values, decays = _side_by_side(sequences, 2 * size)
         past = _over_heads(
@@ -243,17 +255,20 @@ def _side_by_side(sequences: list[Tensor], rows: int) -> list[Tensor]:
 
 def _over_heads(attend: Callable[..., Sums], elements: int, *tensors: Tensor, power: int) -> Sums:
     """`attend` for as many heads at a time as fit in one block, with `elements` each."""
-    heads = max(1, BLOCK_ELEMENTS // elements)
+    heads = max(1, _block_elements(tensors[0], CACHED_SCORES_PER_THREAD) // elements)
     groups = zip(*(x.split(heads, dim=1) for x in tensors), strict=True)
     return joined([attend(*group, power) for group in groups], dim=1)
 
 
-def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Block:
+def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Sums:
     """A tile whose columns all precede its rows."""
-    reference = row_decay[:, :, :1]  # lies between all columns and rows, so that no exponent exceeds log 2
-    q = apply_decay(q, (row_decay - reference).unsqueeze(2))
-    k = apply_decay(k, reference - column_decay)
-    weights, *exponent = _weigh(_scores(q, k), power)
+    if quadratic.supports(q, power):
+        return Sums(*quadratic.attend(q, k, v, row_decay, column_decay))
+    return Sums(*recompute(_attend_in_units, q, k, v, row_decay, column_decay, power))
+
+
+def _attend_in_units(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Block:
+    weights, *exponent = _weigh(_scores(*decay_to_meet(q, k, row_decay, column_decay)), power)
     return (*_weighted_sums(weights, v), *exponent)
 
 
@@ -261,10 +276,6 @@ def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -
     """Rows against themselves, one gate for all entries."""
     scores = _scores(q, k) * _decays_within(decay, q.dtype).squeeze(-1).unsqueeze(2)
     return _causal_sums(scores, v, power)
-
-
-def _attend_pairwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
-    return Sums(*recompute(_pairwise_tile, q, k, v, decay, power))
 
 
 def _pairwise_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Block:
@@ -283,8 +294,8 @@ def _decays_within(decay: Tensor, dtype: torch.dtype) -> Tensor:
     The only place where decays are computed element by element.
     """
     future = _future(decay.shape[2], decay.device)
-    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
-    return between.to(dtype).exp()
+    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).to(dtype)
+    return between.masked_fill_(future.unsqueeze(2), float("-inf")).exp_()
 
 
 def _future(rows: int, device: torch.device) -> Tensor:
@@ -298,7 +309,9 @@ def _causal_sums(scores: Tensor, v: Tensor, power: int) -> Block:
     A weight of zero is not enough where a later key or value is not finite, since 0 · inf is NaN. So scores of later
     columns are overwritten, and values that are not finite are set to zero; rows from such a value on are NaN.
     """
-    weights, *exponent = _weigh(scores.masked_fill(_future(scores.shape[-1], scores.device), 0.0), power)
+    weights, *exponent = _weigh(scores.masked_fill_(_future(scores.shape[-1], scores.device), 0.0), power)
+    if runs_now_on_cpu(v) and v.sum().isfinite():
+        return (*_weighted_sums(weights, v), *exponent)  # all values are finite
     finite = v.isfinite()
     numerator, denominator = _weighted_sums(weights, v.masked_fill(~finite, 0.0))
     not_finite = ((~finite).cumsum(2) > 0).unsqueeze(2)  # (b, n, 1, rows, e)
@@ -307,6 +320,8 @@ def _causal_sums(scores: Tensor, v: Tensor, power: int) -> Block:
 
 def _weigh(scores: Tensor, power: int) -> Block:
     """The weights of rows of scores (..., t, s) and, for the higher powers, the exponents of their units (..., t)."""
+    if power == 2 and not scores.requires_grad:
+        return (scores.mul_(scores),)  # the scores are not needed again, and memory is not touched for the first time
     if power <= LARGEST_POWER_WITHOUT_UNITS:
         return (even_power(scores, power),)
     largest = torch.linalg.vector_norm(scores.detach(), ord=math.inf, dim=-1)
@@ -320,6 +335,25 @@ def _weigh(scores: Tensor, power: int) -> Block:
 def _exponents(x: Tensor) -> Tensor:
     """The exponents of powers of two just above x, zero where x is not finite: int32."""
     return torch.frexp(torch.where(x.isfinite(), x, 1.0)).exponent
+
+
+def _query_quadratic(q: Tensor, kv: Tensor, normalizer: Tensor) -> Sums:
+    numerator = quadratic.contract(q.flatten(2, 3).flatten(0, 1), kv.flatten(0, 1))
+    denominator, magnitude = quadratic.contract_normalizer(q, normalizer)
+    return Sums(*drop_rounding(numerator.reshape(*q.shape[:4], -1), denominator, magnitude))
+
+
+def _update_quadratic(
+    k: Tensor, v: Tensor, kv: Tensor | None, normalizer: Tensor | None, *, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    heads = k.shape[:2]
+    k, v, added_normalizer = k.flatten(0, 1), v.flatten(0, 1), quadratic.expand_normalizer(k)
+    if kv is None or normalizer is None:
+        return quadratic.expand(k, v).unflatten(0, heads), added_normalizer
+    if in_place:
+        quadratic.expand_into(k, v, kv.view(-1, *kv.shape[2:]))
+        return kv, normalizer.add_(added_normalizer)
+    return kv + quadratic.expand(k, v).unflatten(0, heads), normalizer + added_normalizer
 
 
 def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Block:
@@ -401,6 +435,27 @@ def joined(sums: list[Sums], dim: int) -> Sums:
     )
 
 
+def _tile(q: Tensor, k: Tensor) -> tuple[int | None, int | None]:
+    """Rows and columns of a tile of scores; None: all of them. On a CPU it stays in the caches."""
+    if not runs_now_on_cpu(q):
+        return _rows_in_a_block(q, k.shape[2]), None
+    elements = _block_elements(q, CACHED_SCORES_PER_THREAD) // math.prod(q.shape[:3])
+    if q.shape[3] * k.shape[2] <= elements:
+        return None, None
+    rows = max(MIN_ROWS, min(MAX_ROWS, q.shape[3], elements // MIN_ROWS))
+    return rows, max(MIN_ROWS, elements // rows)
+
+
+def _split(x: Tensor, size: int | None, dim: int) -> tuple[Tensor, ...]:
+    """Parts of at most `size` along an axis. The gradient of a slice would be as large as the whole."""
+    return (x,) if size is None else x.split(size, dim)
+
+
+def _block_elements(x: Tensor, per_thread: int) -> int:
+    """Elements of a block: on a CPU no more than its caches hold."""
+    return min(BLOCK_ELEMENTS, per_thread * torch.get_num_threads()) if runs_now_on_cpu(x) else BLOCK_ELEMENTS
+
+
 def _rows_in_a_block(q: Tensor, columns: int) -> int | None:
     """How many rows of scores with so many columns fit in one block, for q (b, n, g, t, d).
 
@@ -408,7 +463,9 @@ def _rows_in_a_block(q: Tensor, columns: int) -> int | None:
     """
     if not (is_known(q.shape[0]) and is_known(columns)):
         return None
-    return max(MIN_ROWS, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * columns))
+    return max(
+        MIN_ROWS, _block_elements(q, CACHED_SCORES_PER_THREAD) // max(1, q.shape[0] * q.shape[1] * q.shape[2] * columns)
+    )
 
 
 def _feature_blocks(x: Tensor, value_dim: int, power: int) -> list[slice]:
@@ -416,7 +473,7 @@ def _feature_blocks(x: Tensor, value_dim: int, power: int) -> list[slice]:
     if not is_known(x.shape[0]):
         return slices(x.shape[3], None)
     per_row = x.shape[0] * x.shape[1] * x.shape[2] * symmetric_dim(x.shape[-1], power)
-    rows = max(value_dim, BLOCK_ELEMENTS // max(1, per_row))
+    rows = max(value_dim, _block_elements(x, CACHED_FEATURES_PER_THREAD) // max(1, per_row))
     return slices(x.shape[3], rows)
 
 
