@@ -42,6 +42,7 @@ def claimed_gpu(monkeypatch):
     monkeypatch.setattr(rotation_op, "fused_rotation", launch)
     # As on a GPU, where kernels are not interpreted.
     monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "device_unsupported_reason", lambda *_, **__: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 

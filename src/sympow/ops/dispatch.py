@@ -60,7 +60,6 @@ CROSSOVER_FACTOR = 1.7
 # Evaluated once, since torch.compile cannot trace either.
 _TRITON_IS_INSTALLED = find_spec("triton") is not None
 _TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_NOT_INSTALLED = "Triton is not installed (pip install 'conformal-sympow[triton]')."
 
 
 def triton_available() -> bool:
@@ -170,11 +169,11 @@ def unsupported_reason(request: Request) -> str | None:
             return reason
         if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
             return f"The chunked kernels support multiples of {CHUNK_MULTIPLE} as chunk_size, not {request.chunk_size}."
-    return None
+    return _triton_missing_reason()
 
 
 def device_unsupported_reason(device: str, index: int | None, *, interpreted: bool = False) -> str | None:
-    """Why no kernel runs on a device: it is no GPU, the GPU is too old, or Triton is not installed.
+    """Why no kernel runs on a device: it is no GPU, or the GPU is too old.
 
     Args:
         device, index: as in `Request`.
@@ -185,7 +184,12 @@ def device_unsupported_reason(device: str, index: int | None, *, interpreted: bo
             return reason
     elif not (interpreted and triton_interpreted()):
         return f"The kernels need a CUDA device, and q is on {device}."
-    return None if triton_available() else _NOT_INSTALLED
+    return None
+
+
+def _triton_missing_reason() -> str | None:
+    """Asked last, since installing Triton would not help where there is another reason."""
+    return None if triton_available() else "Triton is not installed (pip install 'conformal-sympow[triton]')."
 
 
 def gpu_unsupported_reason(index: int | None) -> str | None:
@@ -293,7 +297,7 @@ def softmax_step_unsupported_reason(inputs: Inputs) -> str | None:
         return f"The kernel supports {_names(_kernel_dtypes())}, not {inputs.q.dtype}."
     if max(inputs.key_dim, inputs.value_dim) > LARGEST_DIM:
         return _limit_of_dims(inputs.key_dim, inputs.value_dim)
-    return None
+    return _triton_missing_reason()
 
 
 def rotation_unsupported_reason(q: Tensor) -> str | None:
@@ -304,7 +308,7 @@ def rotation_unsupported_reason(q: Tensor) -> str | None:
         return reason
     if q.dtype not in KERNEL_DTYPES:
         return f"The rotary kernel supports {_names(KERNEL_DTYPES)}, not {q.dtype}."
-    return None
+    return _triton_missing_reason()
 
 
 def step_gates_unsupported_reason(x: Tensor, weights: Sequence[Tensor]) -> str | None:
@@ -325,7 +329,7 @@ def step_gates_unsupported_reason(x: Tensor, weights: Sequence[Tensor]) -> str |
         return "The kernel supports plain weights of at most 32 bits, not subclasses of Tensor or torch.float64."
     if torch.is_grad_enabled():
         return "The kernel has no gradients."
-    return None
+    return _triton_missing_reason()
 
 
 def cross_entropy_unsupported_reason(features: Tensor, dtype: torch.dtype) -> str | None:
@@ -334,7 +338,7 @@ def cross_entropy_unsupported_reason(features: Tensor, dtype: torch.dtype) -> st
         return reason
     if dtype not in KERNEL_DTYPES:
         return f"The cross-entropy kernel supports {_names(KERNEL_DTYPES)}, not {dtype}."
-    return None
+    return _triton_missing_reason()
 
 
 def kernel_chunk(inputs: Inputs, form: str, chunk_size: int | None, with_states: bool) -> int:
