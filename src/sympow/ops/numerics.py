@@ -28,7 +28,7 @@ def least_exponent(dtype: torch.dtype) -> int:
 def unit_length(q: Tensor) -> Tensor:
     """q / |q| along the last axis, zero staying zero, with |q| constant to autograd."""
     # In two steps, since |q|² can overflow float32 where |q| does not.
-    largest = _or_one(_largest(q.detach()).unsqueeze(-1))
+    largest = _or_one(largest_entry(q.detach()).unsqueeze(-1))
     reduced = q / largest
     return reduced / _or_one(reduced.detach().norm(dim=-1, keepdim=True))
 
@@ -43,9 +43,13 @@ def running_key_exponents(k: Tensor, start: Tensor, decay: Tensor | None = None)
         start: exponents before the first token, (b, h_kv).
         decay: running sums of log γ^(1/p), (b, h_kv, t, 1 or d/2); None: nothing decays.
     """
-    largest = _largest(k.detach())
-    root = math.ceil(math.log2(k.shape[-1]) / 2)  # |k| ≤ √d max |k_i|, as exponents: the product could overflow
-    exponents = torch.where(largest == 0, least_exponent(k.dtype), torch.frexp(largest).exponent + root)
+    return running_exponents(largest_entry(k.detach()), k.shape[-1], start, decay)
+
+
+def running_exponents(largest: Tensor, dim: int, start: Tensor, decay: Tensor | None) -> Tensor:
+    """As `running_key_exponents`, from the largest entry of each key (b, t, h_kv)."""
+    root = math.ceil(math.log2(dim) / 2)  # |k| ≤ √d max |k_i|, as exponents: the product could overflow
+    exponents = torch.where(largest == 0, least_exponent(largest.dtype), torch.frexp(largest).exponent + root)
     if decay is None:
         return torch.maximum(exponents.cummax(dim=1).values, start.unsqueeze(1))
     # At token i the bound from token j has decayed by faded_i − faded_j; without gates both are zero.
@@ -84,7 +88,7 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent)
 
 
-def _largest(x: Tensor) -> Tensor:
+def largest_entry(x: Tensor) -> Tensor:
     """max_i |x_i| along the last axis, on a CPU ten times as fast as torch's norm."""
     return torch.maximum(x.amax(-1), -x.amin(-1))
 

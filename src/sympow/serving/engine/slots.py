@@ -63,8 +63,8 @@ class SlotWindow(Window):
             self.kv_scale.index_copy_(0, row, scale)
             self.kv_half.index_copy_(0, row, torch.mul(state.kv, factor.unsqueeze(-1), out=half))
 
-    def _filled(self) -> int:
-        return self.capacity
+    def _filled(self) -> tuple[int, bool]:
+        return self.capacity, False
 
     def _split_batch(self) -> int:
         return self.whole
