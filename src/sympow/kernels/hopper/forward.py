@@ -295,7 +295,8 @@ def attend(
     chunk: int = 0, first_boundary: int = 0, state_share: Tensor | None = None, state: Tensor | None = None,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32, of a call that its row of
+    `attention.engines` supports.
 
     Args:
         gates: from `gate_sums`, or None.

@@ -417,7 +417,8 @@ def attend(
     *,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32, of a call that its row of
+    `attention.engines` supports.
 
     Args:
         gates: from `gate_sums` with tiles of 64 tokens, or None.

@@ -169,7 +169,7 @@ def _attend_pairs_backward(
 
     Args:
         dy, d_denominator: gradients of y and of the rows' denominators that `sympow::attend_pairs` returned.
-        saved: the outputs low, high, normalizer and past of `sympow::attend_pairs`.
+        saved: the outputs low, high, normalizer and state_share of `sympow::attend_pairs`.
         the rest: inputs and outputs of `sympow::attend_pairs`.
     """
     tiles, length = tiles_for(q), q.shape[1]
