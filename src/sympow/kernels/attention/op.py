@@ -258,9 +258,9 @@ def _attend_backward(
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
             rows.scaled_q, rows.dy, k.shape[2], gates, chunk, full=True,
-            queries=QueryTerms(rows.minus_delta, state_share, None if row_gradients is None else found.factor),
+            queries=QueryTerms(rows.minus_delta, state_share, None if row_gradients is None else row_gradients.factor),
             boundaries=call.boundaries, precise=initial, key_dim=key_dim, update=engine.update(q),
-            scales=None if row_gradients is None else found.of_states,
+            scales=None if row_gradients is None else row_gradients.of_states,
         )  # fmt: skip
         assert chunks is not None
         d_states, end, crossing = scan_sums(
