@@ -28,7 +28,7 @@ from sympow.kernels.float16_range import (
     GRADIENT_FACTOR,
     KEY_UNIT,
     measure_keys,
-    prepare,
+    prepare_float16,
 )
 from sympow.kernels.hopper.decayed import multiply_factors
 from sympow.kernels.running_sums import gate_sums
@@ -180,7 +180,7 @@ def key_gradients_of_factored_rows(inputs: Inputs, power: int, dy: torch.Tensor)
     )
     gates = None if log_gamma is None else gate_sums(log_gamma)
     ranges = measure_keys(k, v, power, gates)
-    rows = prepare(q, y, dy, weight, None, ranges, power)
+    rows = prepare_float16(q, y, dy, weight, None, ranges, power)
     factored = multiply_factors(rows, None if gates is None else gates.split, power, 1)
     unit, value_factor, factor = (
         rows.scales[0, 0, x.value].double() for x in (KEY_UNIT, FACTORED_VALUE_FACTOR, GRADIENT_FACTOR)

@@ -429,7 +429,7 @@ class RowGradients:
 
 
 @triton.jit
-def prepare_kernel(
+def prepare_float16_kernel(
     q_desc, y_desc, dy_desc, denominator_ptr, d_denominator_ptr, key_scales_ptr, scaled_desc, scale_ptr, divided_desc,
     delta_ptr, length_ptr, factor_ptr, parts_ptr, length, padded, batches, heads,
     GROUP: tl.constexpr, POWER: tl.constexpr, D_DENOMINATOR: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -532,7 +532,7 @@ def gradient_scales_kernel(
     parts_ptr, key_scales_ptr, d_final_ptr, scales_ptr, parts,
     POWER: tl.constexpr, D_FINAL: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
-    """`RowGradients.scales` of a head, from the parts that `prepare_kernel` wrote.
+    """`RowGradients.scales` of a head, from the parts that `prepare_float16_kernel` wrote.
 
     D_FINAL: the scales also cover the largest entries of the gradients of a final state's S and Z.
     """
@@ -586,11 +586,12 @@ def gradient_scales_kernel(
     tl.store(scales_ptr + D_TOKEN_SCALE, power_of_two(tl.minimum(token_exponent, most)))
 
 
-def prepare(
+def prepare_float16(
     q: Tensor, y: Tensor, dy: Tensor, denominator: Tensor, d_denominator: Tensor | None, key_range: KeyRange,
     power: int, d_final: Tensor | None = None, split: bool = False, rows: int = 128,
 ) -> RowGradients:  # fmt: skip
-    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' denominators with gradient d_weight.
+    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' denominators with gradient
+    d_denominator.
 
     Args:
         key_range: the bounds of keys and values.
@@ -612,7 +613,7 @@ def prepare(
     kv_heads = key_range.scales.shape[1]
     scales = q.new_empty(batch, kv_heads, GRADIENT_SCALES.value, dtype=torch.float32)
     launch(
-        prepare_kernel, flat_grid(tiles, batch * heads),
+        prepare_float16_kernel, flat_grid(tiles, batch * heads),
         head_major(q, (rows, d)), head_major(y, (rows, e)), head_major(dy, (rows, e)), denominator, d_denominator,
         key_range.scales, head_major(scaled, (rows, d)), scale, head_major(divided, (rows, e)), minus_delta, lengths,
         factor, parts, length, tiles * rows, batch, heads,

@@ -183,7 +183,7 @@ def _prepare(
 ) -> Rows:  # fmt: skip
     if key_range is None:
         return Rows(*scale_queries(q), *backward.prepare(y, dy, denominator, d_denominator), k, v, None, None)
-    found = float16_range.prepare(q, y, dy, denominator, d_denominator, key_range, call.power, d_final)
+    found = float16_range.prepare_float16(q, y, dy, denominator, d_denominator, key_range, call.power, d_final)
     return Rows(found.q, found.scale, found.dy, found.minus_delta, k, v, found, key_range)
 
 
@@ -242,7 +242,7 @@ def _prepare_in_pieces(
     call: Call, q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, denominator: Tensor,
     d_denominator: Tensor | None, key_range: KeyRange, d_final: None,
 ) -> Rows:  # fmt: skip
-    found = float16_range.prepare(q, y, dy, denominator, d_denominator, key_range, call.power, split=True)
+    found = float16_range.prepare_float16(q, y, dy, denominator, d_denominator, key_range, call.power, split=True)
     pieces = split_float32.split_keys(k, v, key_range)
     return Rows(found.q, found.scale, found.dy, found.minus_delta, *pieces, found, key_range)
 

@@ -68,12 +68,12 @@ def query_normalizer(q, normalizer, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def query_state(
-    acc, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, first_half_desc, second_half_desc, normalizer_desc,
-    state_index, D: tl.constexpr, E: tl.constexpr, SECOND_HALF: tl.constexpr, SECOND_COLUMN: tl.constexpr,
-    PRECISION: tl.constexpr,
+def read_state(
+    acc, q, q_first_half, q_second_half, q_ptr, scale, rows, length, stride_t, first_half_desc, second_half_desc,
+    normalizer_desc, state_index, D: tl.constexpr, E: tl.constexpr, SECOND_HALF: tl.constexpr,
+    SECOND_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """φ(q) S, added to acc = 0, and φ(q) Z; q_low and q_high are the two halves of q, not yet scaled.
+    """φ(q) S, added to acc = 0, and φ(q) Z; q_first_half and q_second_half are the two halves of q, not yet scaled.
 
     S is symmetric in its two feature indices (i, a), so the block with i in the upper and a in the lower half is not
     read: its mirror image counts twice.
@@ -81,8 +81,8 @@ def query_state(
     HALF_DIM: tl.constexpr = D // 2
     normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
     found, unseen = query_normalizer(q, normalizer, PRECISION)
-    scale = scale.to(q_low.dtype)
-    q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
+    scale = scale.to(q_first_half.dtype)
+    q_first_half, q_second_half = q_first_half * scale[:, None], q_second_half * scale[:, None]
     # Two accumulators, so that one product runs while the operand of the other is computed; waiting for the second
     # waits for both. Entries of q are loaded one step ahead, from rows clamped to the sequence: results of rows past
     # its end are never stored.
@@ -92,10 +92,12 @@ def query_state(
     for i in tl.range(0, HALF_DIM):
         entry = ahead * scale
         ahead = tl.load(pointers + i + 1)
-        kv_low = first_half_desc.load([state_index, i, 0, 0]).reshape(E, HALF_DIM)
-        kv_high = first_half_desc.load([state_index, i, 0, HALF_DIM]).reshape(E, HALF_DIM)
-        acc = tl.dot(q_low * entry[:, None], kv_low.T, acc, input_precision=PRECISION)
-        other = wait_for_mma(tl.dot(q_high * (entry * 2)[:, None], kv_high.T, other, input_precision=PRECISION))
+        kv_first_half = first_half_desc.load([state_index, i, 0, 0]).reshape(E, HALF_DIM)
+        kv_second_half = first_half_desc.load([state_index, i, 0, HALF_DIM]).reshape(E, HALF_DIM)
+        acc = tl.dot(q_first_half * entry[:, None], kv_first_half.T, acc, input_precision=PRECISION)
+        other = wait_for_mma(
+            tl.dot(q_second_half * (entry * 2)[:, None], kv_second_half.T, other, input_precision=PRECISION)
+        )
     even, odd = ahead, tl.load(pointers + HALF_DIM + 1)
     for i in tl.range(0, SECOND_HALF, 2):
         even_scaled, odd_scaled = even * scale, odd * scale
@@ -103,8 +105,8 @@ def query_state(
         even, odd = tl.load(next_pair), tl.load(next_pair + 1)
         kv_even = second_half_desc.load([state_index, i, 0, SECOND_COLUMN]).reshape(E, HALF_DIM)
         kv_odd = second_half_desc.load([state_index, i + 1, 0, SECOND_COLUMN]).reshape(E, HALF_DIM)
-        acc = tl.dot(q_high * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
-        other = wait_for_mma(tl.dot(q_high * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
+        acc = tl.dot(q_second_half * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
+        other = wait_for_mma(tl.dot(q_second_half * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
     acc += other
     return tl.where(unseen[:, None], 0.0, acc), tl.where(unseen, 0.0, found)
 
@@ -154,13 +156,13 @@ def forward_kernel(
         # A document that began in this chunk is not in the state.
         if (boundary >= first_boundary) & (document_start <= chunk_start):
             # Loaded again, because they are needed in another register layout than q.
-            q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
-            q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
+            q_first_half = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
+            q_second_half = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, denominator = query_state(
-                acc, q, q_low, q_high, entries, scale, rows, length, q_stride_t, first_half_desc, second_half_desc,
-                normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E, SECOND_HALF,
-                SECOND_COLUMN, PRECISION,
+            acc, denominator = read_state(
+                acc, q, q_first_half, q_second_half, entries, scale, rows, length, q_stride_t, first_half_desc,
+                second_half_desc, normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E,
+                SECOND_HALF, SECOND_COLUMN, PRECISION,
             )  # fmt: skip
             tl.store(state_share_ptr + rows, denominator, mask=rows < length)
             kv_factor, normalizer_factor = 1.0, 1.0

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.attention.forward import query_state
+from sympow.kernels.attention.forward import read_state
 from sympow.kernels.common import (
     INTERPRETED,
     Documents,
@@ -91,7 +91,7 @@ def forward_kernel(
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, denominator = query_state(
+            acc, denominator = read_state(
                 acc, since, q_low, q_high, pointers, tl.full((ROWS,), 1.0, tl.float32), rows, length, q_stride_t,
                 first_half_desc, second_half_desc, normalizer_desc,
                 (kv_sequence * state_count + boundary - 1).to(tl.int32), D, E, D // 2, SECOND_COLUMN, PRECISION,

@@ -198,7 +198,7 @@ def _attend_pairs_backward(
         q_near, near, far, v, divided, minus_delta, neighbours, tables, chunked=read, documents=documents, **tiles.query
     )
     spacing = drift_spacing(length)
-    reverse = None
+    key_states = None
     if read is not None and across is not None and until is not None and k_until is not None:
         chunks = chunk_sums(
             read.tokens, divided, k.shape[2], None, chunk, full=True, queries=QueryTerms(minus_delta, read.state_share),
@@ -206,10 +206,10 @@ def _attend_pairs_backward(
         )  # fmt: skip
         assert chunks is not None
         gradients, exact = scan_pairs(chunks, across, read.states)
-        reverse, spacing = KeyStates(gradients, k_until, until), chunk
+        key_states, spacing = KeyStates(gradients, k_until, until), chunk
     key_part, dv, crossing = key_gradient(
-        near, v, q_near, q_far, divided, minus_delta, neighbours, tables, chunked=reverse,
-        documents=documents, spacing=spacing if reverse is None and length > spacing else 0, **tiles.key,
+        near, v, q_near, q_far, divided, minus_delta, neighbours, tables, chunked=key_states,
+        documents=documents, spacing=spacing if key_states is None and length > spacing else 0, **tiles.key,
     )  # fmt: skip
     if crossing is not None:
         exact = crossing_sums(crossing, spacing)

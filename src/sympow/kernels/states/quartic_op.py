@@ -37,7 +37,7 @@ from sympow.kernels.states.quartic_features import (
     quartic_tiles_for,
     state_layout,
 )
-from sympow.kernels.states.quartic_query import inner_gradient, outer_gradient, query_states
+from sympow.kernels.states.quartic_query import inner_gradient, outer_gradient, read_quartic_states
 
 POWER = 4
 CHUNK_UNIT = 128
@@ -80,7 +80,7 @@ def past_attention(
         past = _sum_states(_features(keys, 0, block, plan), values, _ones(values), block, plan)
         x = _features(block.queries(q)[:, chunk:], chunk, block, plan)
         where, tiles = plan.where(block), plan.tiles
-        query_states(x, past.kv, *where, plan.layout, block.queries(numerator)[:, chunk:], **tiles.query)
+        read_quartic_states(x, past.kv, *where, plan.layout, block.queries(numerator)[:, chunk:], **tiles.query)
         rows = block.queries(denominator.transpose(1, 2).unsqueeze(-1))[:, chunk:]
         outer_gradient(x, past.normalizer, *where, plan.normalizer_layout, result=rows, **tiles.outer)
         # |φ(x)| |Z|: features of absolute values are the absolute values of features.
