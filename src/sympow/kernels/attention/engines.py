@@ -136,7 +136,7 @@ class Engine(NamedTuple):
 
 @cache
 def engines() -> tuple[Engine, ...]:
-    """The table: reason, the five steps, and how S of a chunk is computed."""
+    """The table. The functions that its rows name follow below."""
     portable, hopper = "Triton kernels", "Hopper kernels"
     return (
         Engine(hopper, _not_short, _attend_short, _prepare, _query_gradient_short, _key_gradient_short, _update),
