@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import sympow
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
 from sympow.kernels import device_limits
-from sympow.ops import reference
+from sympow.ops import dispatch, reference
 
 FORMS = ("attention", "chunked", "recurrent")
 # Comparisons in float64 have tolerances below this.
@@ -293,6 +294,17 @@ def forget_devices() -> None:
     """Makes the kernels ask torch again which GPUs there are, for tests that replace its answers."""
     device_limits.device_limits.cache_clear()
     device_limits.is_hopper.cache_clear()
+
+
+@contextmanager
+def on_hopper() -> Iterator[None]:
+    """Calls on the CPU take the way that they take on a Hopper GPU. Their kernels, in Gluon, must be replaced."""
+    from sympow.kernels.attention import engines
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "_not_on_hopper", lambda call: None)
+        patch.setattr(dispatch, "_kernel_dtypes", lambda: dispatch.KERNEL_DTYPES)
+        yield
 
 
 def flipped(content: bytes, bit: int) -> bytes:

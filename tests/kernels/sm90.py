@@ -37,8 +37,9 @@ from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.device_limits import H200, first_fitting
 from sympow.kernels.hopper import backward as hopper_backward
-from sympow.kernels.hopper import folded_rows, short_backward, short_forward, state_products, state_updates
+from sympow.kernels.hopper import decayed, short_backward, short_forward
 from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.hopper import states as hopper_states
 from sympow.kernels.pair_gates import backward as pair_backward
 from sympow.kernels.pair_gates import decays as pair_decays
 from sympow.kernels.pair_gates import forward as pair_forward
@@ -48,9 +49,14 @@ from sympow.kernels.pair_gates.states import scan_pairs_kernel
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
-from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, scan_scales, update_kernel
-from sympow.kernels.states.quartic import scan_kernel as quartic_scan_kernel
-from sympow.kernels.states.quartic import update_kernel as quartic_update_kernel
+from sympow.kernels.states.quadratic import (
+    TRANSPOSE_REGISTERS,
+    decay_and_transpose_kernel,
+    scan_kernel,
+    scan_scales,
+    update_kernel,
+)
+from sympow.kernels.states.quartic import quartic_scan_kernel, quartic_update_kernel
 from sympow.kernels.states.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 
 # ptxas reports only when it compiles a kernel, so Triton's cache must be empty.
@@ -86,9 +92,10 @@ POINTERS = {
             "product_ptr",
             "message_ptr",
             "messages_ptr",
-            "state_ptr",
-            "dk_state_ptr",
-            "dv_state_ptr",
+            "from_state_ptr",
+            "dq_from_state_ptr",
+            "dk_from_later_ptr",
+            "dv_from_later_ptr",
             "out_ptr",
             "bound_ptr",
             "length_ptr",
@@ -97,13 +104,12 @@ POINTERS = {
             "initial_ptr",
             "d_final_ptr",
             "delta_ptr",
-            "folded_delta_ptr",
+            "factored_delta_ptr",
             "d_denominator_ptr",
             "scales_ptr",
             "key_scales_ptr",
             "state_scale_ptr",
             "other_scales_ptr",
-            "token_factor_ptr",
         ],
         "*fp32",
     ),
@@ -268,15 +274,15 @@ def attention_case(
         "q_half_desc": _tile(rows, d // 2), "normalizer_desc": [1, d, d],
     }  # fmt: skip
     width = d // 2 if which == "forward" else d
-    blocks |= {"low_desc": _tile(e, width), "high_desc": _tile(e, width)}
+    blocks |= {"first_half_desc": _tile(e, width), "second_half_desc": _tile(e, width)}
     if not state:
-        blocks |= dict.fromkeys(("q_half_desc", "low_desc", "high_desc", "normalizer_desc"))
+        blocks |= dict.fromkeys(("q_half_desc", "first_half_desc", "second_half_desc", "normalizer_desc"))
     constants = dict(
         GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32x3" if dtype == "fp32" else "tf32", ROWS=rows,
         COLUMNS=columns, STAGES=stages, FLOAT16=dtype == "fp16",
     )  # fmt: skip
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
-    optional = {"WITH_STATE": state, "HIGH": high or d // 2, "HIGH_COLUMN": 0, "DOCUMENTS": documents}
+    optional = {"WITH_STATE": state, "SECOND_HALF": high or d // 2, "SECOND_COLUMN": 0, "DOCUMENTS": documents}
     optional["BLOCK_TERMS"] = block_terms
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
     fusion = which != "forward" or dtype != "fp16" or d > 64
@@ -295,7 +301,11 @@ def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_t
         blocks |= dict.fromkeys(("k_desc", "decayed_desc", "v_desc"), _tile(128, d))
     constants = {"GROUP": group, "POWER": power, "GATED": gated, "WITH_STATE": state, "STAGES": stages}
     absent = () if gated else ("whole_ptr", "rest_ptr")
-    absent += () if state else ("state_share_ptr", "state_ptr", "dk_state_ptr", "dv_state_ptr")
+    absent += (
+        ()
+        if state
+        else ("state_share_ptr", "from_state_ptr", "dq_from_state_ptr", "dk_from_later_ptr", "dv_from_later_ptr")
+    )
     if which == "key":
         constants["BLOCK_TERMS"] = block_terms
         absent += () if block_terms else ("block_terms_ptr",)
@@ -325,19 +335,19 @@ def state_case(which, group=4, columns=128, high=64):
     constants = {"GROUP": group, "D": 128}
     if which == "update":
         blocks = {"x_desc": _tile(64, columns), "y_desc": _tile(64, 128), "out_desc": _tile(64, columns)}
-        constants |= {"ENTRIES": state_updates.WIDTH // columns, "STAGES": state_updates.RING}
-        return state_updates.update_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
-    constants |= {"E": 128, "HIGH": high, "STAGES": state_products.RING}
+        constants |= {"ENTRIES": hopper_states.WIDTH // columns, "STAGES": hopper_states.SUM_RING}
+        return hopper_states.hopper_update_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
+    constants |= {"E": 128, "SECOND_HALF": high, "STAGES": hopper_states.RING}
     if which == "query":
-        blocks = {"x_desc": _tile(64, 64)} | dict.fromkeys(("low_desc", "high_desc"), _tile(128, 64))
-        constants["HIGH_COLUMN"] = 64
-        return state_products.query_states_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
+        blocks = {"x_desc": _tile(64, 64)} | dict.fromkeys(("first_half_desc", "second_half_desc"), _tile(128, 64))
+        constants["SECOND_COLUMN"] = 64
+        return hopper_states.features_times_state_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
     blocks = {"z_desc": _tile(64, 64), "x_desc": _tile(64, 128)}
-    blocks |= dict.fromkeys(("low_desc", "high_desc", "normalizer_desc"), _tile(64, 128))
+    blocks |= dict.fromkeys(("first_half_desc", "second_half_desc", "normalizer_desc"), _tile(64, 128))
     constants["FACTORS"] = group > 1
     if group == 1:
         constants |= {"factor_ptr": None, "state_share_ptr": None}
-    return state_products.gradient_states_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
+    return hopper_states.vector_times_state_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
 
 
 def split_case(which, power=2, block_terms=False):
@@ -363,7 +373,7 @@ def range_case(kernel, dtype="fp16", **constants):
     tile = _tile(128, 64)
     blocks = dict.fromkeys(("q_desc", "k_desc", "v_desc", "y_desc", "dy_desc"), (dtype, tile))
     blocks |= dict.fromkeys(
-        ("scaled_desc", "divided_desc", "folded_desc", "decayed_desc", "k_pieces", "v_pieces", "q_pieces"), tile
+        ("scaled_desc", "divided_desc", "factored_desc", "decayed_desc", "k_pieces", "v_pieces", "q_pieces"), tile
     )
     every = dict(
         GROUP=1,
@@ -384,7 +394,7 @@ def range_case(kernel, dtype="fp16", **constants):
 
 def update_case(entries, columns, d=64, e=64, tokens=64, stages=3, dtype="bf16"):
     blocks = {
-        "x_desc": _tile(tokens, columns), "y_desc": _tile(tokens, e), "transposed_desc": [1, tokens],
+        "x_desc": _tile(tokens, columns), "y_desc": _tile(tokens, e), "decayed_transposed_desc": [1, tokens],
         "out_desc": _tile(e, columns),
     }  # fmt: skip
     constants = {
@@ -402,8 +412,8 @@ def fold_case(dtype="bf16", reverse=False):
         GROUP=1, D=64, GATED=True, REVERSE=reverse, PRECISION="tf32x3" if dtype == "fp32" else "tf32", TOKENS=64,
         FLOAT16=dtype == "fp16", SCALES=scales.columns, TOKEN_SCALE=scales.token_column,
     )  # fmt: skip
-    registers = None if dtype == "fp32" else FOLD_REGISTERS
-    return fold_kernel, {"x_desc": _tile(64, 64)}, constants, 4, 3, registers, dtype
+    registers = None if dtype == "fp32" else TRANSPOSE_REGISTERS
+    return decay_and_transpose_kernel, {"x_desc": _tile(64, 64)}, constants, 4, 3, registers, dtype
 
 
 def scan_case(dtype="bf16"):
@@ -534,11 +544,11 @@ def pair_case(which, rows, warps, stages, registers=None, d=64, crossing=False, 
     width = d // 2 if which == "forward" else d
     states = {
         "since_desc": _tile(rows, d), "until_desc": _tile(rows, d), "q_half_desc": _tile(rows, d // 2),
-        "low_desc": _tile(d, width), "high_desc": _tile(d, width), "normalizer_desc": [1, d, d],
+        "first_half_desc": _tile(d, width), "second_half_desc": _tile(d, width), "normalizer_desc": [1, d, d],
     }  # fmt: skip
     blocks |= {name: shape if state else None for name, shape in states.items() if name in kernel.arg_names}
     constants = dict(
-        GROUP=1, D=d, E=d, WITH_STATE=state, HIGH_COLUMN=0, DOCUMENTS=False, CROSSING=crossing, PRECISION="tf32",
+        GROUP=1, D=d, E=d, WITH_STATE=state, SECOND_COLUMN=0, DOCUMENTS=False, CROSSING=crossing, PRECISION="tf32",
         ROWS=rows, COLUMNS=64, BLOCK=16, STAGES=stages, document_start_ptr=None, document_end_ptr=None,
     )  # fmt: skip
     constants |= {} if crossing else {"crossing_ptr": None}
@@ -658,11 +668,11 @@ CASES = {
     "float16 scan": scan_case("fp16"),
     "range, measure": range_case(float16_range.measure_kernel),
     "range, bound": range_case(float16_range.bound_kernel, INITIAL=True),
-    "range, prepare": range_case(float16_range.prepare_kernel, D_DENOMINATOR=True),
+    "range, prepare": range_case(float16_range.prepare_float16_kernel, D_DENOMINATOR=True),
     "range, gradient scales": range_case(float16_range.gradient_scales_kernel, D_FINAL=True),
-    "range, fold factors": range_case(folded_rows.fold_factors_kernel),
+    "range, multiply factors": range_case(decayed.multiply_factors_kernel),
     "range, measure float32": range_case(float16_range.measure_kernel, "fp32"),
-    "range, prepare float32": range_case(float16_range.prepare_kernel, "fp32", D_DENOMINATOR=False),
+    "range, prepare float32": range_case(float16_range.prepare_float16_kernel, "fp32", D_DENOMINATOR=False),
     "range, split keys": range_case(split_float32.split_keys_kernel, "fp32"),
     "range, split queries": range_case(split_float32.split_queries_kernel, "fp32"),
     "pieces forward p=2": split_case("forward"),

@@ -298,16 +298,16 @@ def declared(launch: Launch, limits: Limits) -> int | None:
     constants = launch.kwargs
     match launch.recorder.name.split("."):
         case ["pair_gates", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
-            tiles = pair_op.choose_tiles(constants["D"], limits)
+            tiles = pair_op.choose_pair_tiles(constants["D"], limits)
         case ["attention", "split_float32", "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
             tiles = device_limits.first_fitting(attention_tiles.FLOAT32_PIECES, limits)
         case ["attention", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
             tiles = attention_tiles.choose_tiles(constants["D"], limits, launch.dtype)
-        case ["states", "quadratic", "update_kernel" | "fold_kernel"]:
+        case ["states", "quadratic", "update_kernel" | "decay_and_transpose_kernel"]:
             tiles = attention_tiles.choose_tiles(constants["D"], limits, launch.dtype)
         case ["states", "quartic" | "quartic_query", _] if "PAIRS" in constants:
             value_dim = max(16, constants["E"])  # denominators have values of 1
-            tiles = quartic_features.tiles_for(32, value_dim, limits, launch.dtype)
+            tiles = quartic_features.quartic_tiles_for(32, value_dim, limits, launch.dtype)
         case _:
             return None
     return tiles.shared_memory

@@ -153,13 +153,13 @@ def test_limits_are_those_that_torch_reports(fake):
 
 def chosen(limits):
     """The tiles of all tables; of float32 those for heads of up to 64, above which only Hopper has any."""
-    heads = [(module, dim) for module in (attention_tiles, pair_op) for dim in (16, 64, 80, 128)]
+    tables = (attention_tiles.choose_tiles, pair_op.choose_pair_tiles)
     quartic = [(dim, value_dim) for dim in (16, 32) for value_dim in (16, 32, 64, 128)]
     return [
-        *(module.choose_tiles(dim, limits) for module, dim in heads),
-        *(quartic_features.tiles_for(*dims, limits) for dims in quartic),
+        *(choose(dim, limits) for choose in tables for dim in (16, 64, 80, 128)),
+        *(quartic_features.quartic_tiles_for(*dims, limits) for dims in quartic),
         *(attention_tiles.choose_tiles(dim, limits, torch.float32) for dim in (16, 64)),
-        *(quartic_features.tiles_for(*dims, limits, torch.float32) for dims in quartic if dims[1] <= 64),
+        *(quartic_features.quartic_tiles_for(*dims, limits, torch.float32) for dims in quartic if dims[1] <= 64),
         first_fitting(attention_tiles.FLOAT32_PIECES, limits),
     ]
 
@@ -182,16 +182,16 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it():
     assert wide.forward == {"warps": 8, "stages": 2}
     assert wide.query == {"rows": 64, "warps": 4, "stages": 2, "registers": None}
     assert wide.key == {"rows": 64, "warps": 8, "stages": 2}
-    narrow, wide = (pair_op.choose_tiles(dim, H200) for dim in (64, 128))
+    narrow, wide = (pair_op.choose_pair_tiles(dim, H200) for dim in (64, 128))
     assert (narrow.states, narrow.forward, narrow.query, narrow.key) == ({}, {}, {"registers": 168}, {})
     assert (wide.states, wide.forward) == ({"entries": 1, "stages": 2}, {"warps": 8, "stages": 2})
     assert (wide.query, wide.key) == ({"rows": 128, "warps": 8}, {})
-    assert [quartic_features.tiles_for(*dims, H200).width for dims in ((16, 16), (32, 64), (32, 128))] == [
+    assert [quartic_features.quartic_tiles_for(*dims, H200).width for dims in ((16, 16), (32, 64), (32, 128))] == [
         128,
         256,
         128,
     ]
-    assert quartic_features.tiles_for(16, 16, H200).outer == {"warps": 8, "registers": 128}
+    assert quartic_features.quartic_tiles_for(16, 16, H200).outer == {"warps": 8, "registers": 128}
     narrow, wide = (attention_tiles.choose_tiles(dim, H200, torch.float32) for dim in (64, 128))
     assert (narrow.states, narrow.forward) == ({"entries": 1, "stages": 2}, {"warps": 8, "stages": 2})
     assert (narrow.query, narrow.key) == ({"warps": 8, "stages": 2, "registers": None}, {"warps": 8, "stages": 2})

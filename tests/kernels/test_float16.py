@@ -24,13 +24,13 @@ pytest.importorskip("triton", reason="needs Triton")
 from sympow.kernels import running_sums
 from sympow.kernels.attention import op, split_float32, tiles
 from sympow.kernels.float16_range import (
-    FOLDED_VALUE_FACTOR,
+    FACTORED_VALUE_FACTOR,
     GRADIENT_FACTOR,
     KEY_UNIT,
     measure_keys,
-    prepare,
+    prepare_float16,
 )
-from sympow.kernels.hopper.folded_rows import fold_factors
+from sympow.kernels.hopper.decayed import multiply_factors
 from sympow.kernels.running_sums import gate_sums
 
 pytestmark = interpreted
@@ -170,8 +170,8 @@ def test_bounds_of_keys(gate, power):
     torch.testing.assert_close(found.double(), (lengths - sums).cummax(-1).values + sums, rtol=0, atol=1e-4)
 
 
-def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv of a head as the warp-specialized kernel computes them from `FoldedRows`, rounded to float16 where it
+def key_gradients_of_factored_rows(inputs: Inputs, power: int, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv of a head as the warp-specialized kernel computes them from `FactoredRows`, rounded to float16 where it
     rounds: Gluon has no interpreter.
     """
     q, k, v, log_gamma = inputs.q, inputs.k, inputs.v, inputs.log_gamma
@@ -180,10 +180,10 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
     )
     gates = None if log_gamma is None else gate_sums(log_gamma)
     ranges = measure_keys(k, v, power, gates)
-    rows = prepare(q, y, dy, weight, None, ranges, power)
-    folded = fold_factors(rows, None if gates is None else gates.split, power, 1, 128)
+    rows = prepare_float16(q, y, dy, weight, None, ranges, power)
+    factored = multiply_factors(rows, None if gates is None else gates.split, power, 1)
     unit, value_factor, factor = (
-        rows.scales[0, 0, x.value].double() for x in (KEY_UNIT, FOLDED_VALUE_FACTOR, GRADIENT_FACTOR)
+        rows.scales[0, 0, x.value].double() for x in (KEY_UNIT, FACTORED_VALUE_FACTOR, GRADIENT_FACTOR)
     )
     length = q.shape[1]
     sums = torch.zeros(length).double() if gates is None else gates.sums[0, 0]
@@ -191,13 +191,13 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
     ends = sums[(block * 128 + 127).clamp(max=length - 1)]
     keys = (k[0, :, 0].double() * unit).half().double()
     later = block[None, :] < block[:, None]
-    scores = torch.where(later, folded.decayed[0, :, 0].double() @ keys.mT, folded.q[0, :, 0].double() @ keys.mT)
+    scores = torch.where(later, factored.decayed[0, :, 0].double() @ keys.mT, factored.q[0, :, 0].double() @ keys.mT)
     log_decay = torch.where(later, sums[block * 128][:, None] - ends[None] + (ends - sums)[None], sums[:, None] - sums)
     decay = log_decay.tril().exp().tril()
-    dp = rows.dy[0, :, 0].double() @ v[0, :, 0].double().mT * value_factor + folded.minus_delta[0, 0, :length, None]
+    dp = rows.dy[0, :, 0].double() @ v[0, :, 0].double().mT * value_factor + factored.minus_delta[0, 0, :length, None]
     weights, grads = ((scores ** (power - 1) * decay * x).half().double() for x in (scores, dp))
-    own = torch.where(later, 0.0, grads).mT @ folded.q[0, :, 0].double()
-    dk = (own + torch.where(later, grads, 0.0).mT @ folded.decayed[0, :, 0].double()) * unit * power / factor
+    own = torch.where(later, 0.0, grads).mT @ factored.q[0, :, 0].double()
+    dk = (own + torch.where(later, grads, 0.0).mT @ factored.decayed[0, :, 0].double()) * unit * power / factor
     return dk / value_factor, weights.mT @ rows.dy[0, :, 0].double() / factor
 
 
@@ -205,7 +205,7 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
 @pytest.mark.parametrize(
     ("key", "value", "scale", "spread"), [(1.0, 1.0, 1.0, 0.0), (2e-4, 1.0, 1e-2, 0.0), (200.0, 1e4, 1e-3, 3.0)]
 )
-def test_factors_folded_into_queries(gate, power, key, value, scale, spread):
+def test_factors_multiplied_into_queries(gate, power, key, value, scale, spread):
     inputs = make(13, length=300, heads=1, key_heads=1, gate="none" if gate == "none" else "scalar")
     lengths = torch.exp2(torch.randn(1, 300, 1, 1, generator=torch.Generator().manual_seed(0)) * spread).clamp(max=8)
     k, v = ((x.float() * size).half() for x, size in ((inputs.k, key * lengths), (inputs.v, value)))
@@ -217,7 +217,7 @@ def test_factors_folded_into_queries(gate, power, key, value, scale, spread):
     dy = (torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1)) * scale).half()
     exact = inputs.map(torch.Tensor.double).requires_grad()
     expected = torch.autograd.grad(run(exact, power, "attention", backend="torch"), (exact.k, exact.v), dy.double())
-    for found, want in zip(key_gradients_of_folded_rows(inputs, power, dy), expected, strict=True):
+    for found, want in zip(key_gradients_of_factored_rows(inputs, power, dy), expected, strict=True):
         assert (found - want[0, :, 0]).norm() <= 2e-3 * want.norm()
 
 

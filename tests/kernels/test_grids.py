@@ -18,8 +18,7 @@ from triton.runtime import KernelInterface
 
 import sympow
 import sympow.kernels
-from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
-from sympow.kernels import float16_range
+from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, on_hopper, random_inputs, run
 from sympow.kernels import launch as launches
 from sympow.kernels.attention import shard, split_float32
 from sympow.kernels.cross_entropy import cross_entropy_in_place
@@ -27,10 +26,6 @@ from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.decode.softmax_step import split_keys
 from sympow.kernels.decode.state_step import split_state
 from sympow.kernels.decode.window_step import split_window
-from sympow.kernels.hopper import backward as hopper_backward
-from sympow.kernels.hopper import chunked as hopper_chunked
-from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.hopper import short_backward, short_forward, state_updates
 from sympow.kernels.launch import MOST_PROGRAMS, flat_grid, two_axis_grid
 from sympow.kernels.pair_gates.op import fused_pair_attention
 from sympow.kernels.reference import cross_entropy_reference
@@ -38,7 +33,6 @@ from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
 from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.message_packing import pack, unpack
-from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
 from sympow.ops.torch.softmax import softmax_attention
@@ -87,9 +81,9 @@ def recorders(monkeypatch):
     return found
 
 
-def attend(batch, heads, chunks, power, form, *, states=False, dtype=torch.float32):
+def attend(batch, heads, chunks, power, form, *, states=False, dtype=torch.float32, dim=16):
     """Forward and backward pass with everything that has a kernel of its own."""
-    x = random_inputs(0, batch=batch, heads=2 * heads, key_heads=heads, length=128 * chunks + 1, dim=16, value_dim=16,
+    x = random_inputs(0, batch=batch, heads=2 * heads, key_heads=heads, length=128 * chunks + 1, dim=dim, value_dim=dim,
                       rotation="pairs", dtype=torch.float32).rounded(dtype).requires_grad()  # fmt: skip
     initial = sympow.State.zeros(batch, heads, 16, 16, power=power, rotated=True) if states else None
     chunk = {"chunk_size": 128} if form == "chunked" else {}
@@ -99,36 +93,9 @@ def attend(batch, heads, chunks, power, form, *, states=False, dtype=torch.float
     (result[0] if states else result).sum().backward()
 
 
-def attend_on_hopper_to_short_sequences(batch, heads, chunks):
-    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.bfloat16) for n in (2, 1))
-    gates = gate_sums(torch.empty(batch, q.shape[1], heads))
-    rows = torch.empty(batch, 2 * heads, q.shape[1])
-    short_forward.attend(q, k, k, 2, gates)
-    short_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
-    short_backward.key_gradient(q, k, k, q, rows, 2, gates)
-
-
-def attend_on_hopper_in_float16(batch, heads, chunks):
-    q, k = (torch.ones(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.float16) for n in (2, 1))
-    gates = gate_sums(torch.zeros(batch, q.shape[1], heads))
-    ranges = float16_range.measure_keys(k, k, 2, gates)
-    rows = float16_range.prepare(q, q, q, torch.ones(batch, 2 * heads, q.shape[1]), None, ranges, 2)
-    hopper_backward.key_gradient(rows.q, k, k, rows.dy, rows.minus_delta, 2, gates, row_gradients=rows)
-
-
-def attend_on_hopper(batch, heads, chunks):
-    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 128, dtype=torch.bfloat16) for n in (2, 1))
-    gates = gate_sums(torch.empty(batch, q.shape[1], heads))
-    rows = torch.empty(batch, 2 * heads, q.shape[1])
-    gate_sums(torch.empty(batch, 1024 * chunks, heads))  # sums of so many tokens take another launch
-    hopper_forward.attend(q, k, k, 2, gates)
-    hopper_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
-    hopper_backward.key_gradient(q, k, k, q, rows, 2, gates)
-    sums = chunk_sums(k, k, heads, gates.sums, 128, full=True, update=state_updates.update)
-    states = ChunkStates(sums.low, sums.high, sums.normalizer, sums.chunk, sums.first)
-    hopper_chunked.attend(q, k, k, gates, states)
-    hopper_chunked.query_gradient(q, rows, k, k, q, rows, gates, states, rows)
-    hopper_chunked.key_gradient(q, k, k, q, rows, gates, states)
+def attend_on_hopper(batch, heads, chunks, form, dim, dtype=torch.bfloat16):
+    with on_hopper():
+        attend(batch, heads, chunks, 2, form, dtype=dtype, dim=dim)
 
 
 def attend_in_pieces(batch, heads, chunks):
@@ -183,9 +150,11 @@ FAMILIES = {
     "float16": lambda *sizes: attend(*sizes, 2, "chunked", states=True, dtype=torch.float16),
     "float32 in pieces": attend_in_pieces,
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
-    "hopper": attend_on_hopper,
-    "hopper, float16": attend_on_hopper_in_float16,
-    "hopper, short sequences": attend_on_hopper_to_short_sequences,
+    "hopper": lambda *sizes: attend_on_hopper(*sizes, "attention", 128),
+    "hopper, chunked": lambda *sizes: attend_on_hopper(*sizes, "chunked", 128),
+    "hopper, float16": lambda *sizes: attend_on_hopper(*sizes, "attention", 64, torch.float16),
+    "hopper, short sequences": lambda *sizes: attend_on_hopper(*sizes, "attention", 64),
+    "running sums": lambda batch, heads, chunks: gate_sums(torch.empty(batch, 1024 * chunks, heads)),
     "a gate per pair": attend_with_pair_gates,
     "shard": attend_to_shard,
     "decode": decode,

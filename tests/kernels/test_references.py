@@ -109,10 +109,10 @@ def test_attention(power, gate, chunk, packed):
 def test_chunk_states(gate):
     inputs = random_inputs(2, length=300, heads=1, dim=16, value_dim=16, gate=gate, rotation="none",
                            dtype=torch.float32)  # fmt: skip
-    sums = None if inputs.log_gamma is None else gate_sums(inputs.log_gamma).sums
-    states, _, _ = scan_sums(chunk_sums(inputs.k, inputs.v, 1, sums, 128, full=True))
+    gates = None if inputs.log_gamma is None else gate_sums(inputs.log_gamma)
+    states, _, _ = scan_sums(chunk_sums(inputs.k, inputs.v, 1, gates, 128, full=True))
     kv, normalizer = chunk_states_reference(*double(inputs.k, inputs.v, inputs.log_gamma), 128)
-    close(torch.cat([states.low, states.high], dim=3), kv, "S")
+    close(torch.cat([states.first_half, states.second_half], dim=3), kv, "S")
     close(states.normalizer, normalizer, "Z")
 
 

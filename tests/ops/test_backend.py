@@ -1,6 +1,8 @@
 """The choice of a backend, the one module that makes it, and the way from `sympow.attention` to a kernel launch."""
 
 import ast
+import importlib
+import pkgutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import sympow
-from support import interpreted, random_inputs, run
+from support import interpreted, on_hopper, random_inputs, run
 from sympow.ops import dispatch
 from sympow.ops.dispatch import Request, choose_backend
 
@@ -196,20 +198,23 @@ def frames_of_launches(monkeypatch) -> list[list[tuple[str, str]]]:
 
     No kernel runs: which are launched does not depend on their numbers.
     """
-    from triton.runtime.interpreter import GridExecutor
+    pytest.importorskip("triton", reason="needs Triton")
+    import sympow.kernels
 
     found = []
 
-    def probe(self, *args, **kwargs):
-        frames, frame = [], sys._getframe(1)
+    def launch(*arguments, **constants):
+        frames, frame = [], sys._getframe()
         while not frames or frames[0] != ("attention", "interface.py"):
             assert frame is not None
-            if frames or frame.f_code.co_name == "launch":
-                frames.insert(0, (frame.f_code.co_name, Path(frame.f_code.co_filename).name))
+            frames.insert(0, (frame.f_code.co_name, Path(frame.f_code.co_filename).name))
             frame = frame.f_back
         found.append(frames)
 
-    monkeypatch.setattr(GridExecutor, "__call__", probe)
+    modules = pkgutil.walk_packages(sympow.kernels.__path__, "sympow.kernels.")
+    for module in [importlib.import_module(info.name) for info in modules]:
+        if callable(getattr(module, "launch", None)):
+            monkeypatch.setattr(module, "launch", launch)
     return found
 
 
@@ -230,7 +235,6 @@ def frames_of_launches(monkeypatch) -> list[list[tuple[str, str]]]:
     ],
 )
 def test_from_the_operator_to_a_launch_there_are_at_most_seven_frames(monkeypatch, power, gate, form, states, tokens):
-    pytest.importorskip("triton", reason="needs Triton")
     inputs = random_inputs(3, batch=1, length=tokens + 1, heads=2, dim=16, value_dim=16, gate=gate,
                            dtype=torch.float32)  # fmt: skip
     before, after = inputs.time(0, 1), inputs.time(1, tokens + 1)
@@ -242,3 +246,15 @@ def test_from_the_operator_to_a_launch_there_are_at_most_seven_frames(monkeypatc
     # Those of torch count, too.
     for frames in found:
         assert len(frames) <= 7, frames
+
+
+@interpreted
+@pytest.mark.parametrize(("form", "dim"), [("attention", 64), ("attention", 128), ("chunked", 128)])
+def test_on_hopper_there_are_at_most_nine(monkeypatch, form, dim):
+    found = frames_of_launches(monkeypatch)
+    inputs = random_inputs(3, batch=1, length=300, heads=2, dim=dim, value_dim=dim, dtype=torch.float32)
+    with on_hopper():
+        run(inputs.rounded(torch.bfloat16), 2, form, backend="triton", chunk_size=128 if form == "chunked" else None)
+    assert any(frames[-2][1] in ("forward.py", "short_forward.py") for frames in found)
+    for frames in found:
+        assert len(frames) <= 9, frames

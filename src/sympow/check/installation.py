@@ -108,10 +108,10 @@ def _route(call: str, request: Request) -> Route:
 
 def _engine_name(request: Request) -> str:
     """The engine of the attention kernels that serves a long call."""
-    from sympow.kernels.attention.engines import PORTABLE, Call, engine_for
+    from sympow.kernels.attention.engines import Call, engine_for, engines
 
     if request.vector_gate or request.step:
-        return PORTABLE.name
+        return engines()[-1].name
     chunked = request.form == "chunked"
     call = Call(
         torch.device(request.device), request.dtype, request.key_dim, request.value_dim, length=CHUNK_SIZE * 4,

@@ -23,7 +23,7 @@ by powers of two that depend on the weights themselves (`exponent_to_limit`); `i
   weights before they are rounded, and not to dy: dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g, with one g per head.
   g is chosen so that these weights, and the weights T_ij dB_ij 2^(g + e_i) of the queries (`attention.backward` defines
   T and dB), stay in range. On Hopper the query is multiplied by the p-th root of the factor instead, which is
-  equivalent (`hopper.folded_rows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+  equivalent (`hopper.decayed`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
 - Gradients of states are bounded, and so scaled, like states.
 
 Outputs do not depend on the scale of a query. Returned weights, and states that are read or returned, are in float32
@@ -66,9 +66,9 @@ SPLIT_WEIGHT_EXPONENT = tl.constexpr(10.0)
 # For the gradient of keys on Hopper, where a query is multiplied by the p-th root of its factor: log2 of the norm of
 # the longest key; log2 of the largest entry of such a query; and log2 of how far below 2^GRADIENT_LIMIT the other
 # queries may be scaled because of one query with a large entry.
-FOLDED_EXPONENT = tl.constexpr(4.0)
-FOLDED_LIMIT = tl.constexpr(15.0)
-FOLDED_LOSS = tl.constexpr(12.0)
+FACTORED_EXPONENT = tl.constexpr(4.0)
+FACTORED_LIMIT = tl.constexpr(15.0)
+FACTORED_LOSS = tl.constexpr(12.0)
 # Columns of `KeyRange.scales`, and their number.
 KEY_EXPONENT = tl.constexpr(0)
 VALUE_EXPONENT = tl.constexpr(1)
@@ -84,7 +84,7 @@ D_KV_SCALE = tl.constexpr(3)
 D_NORMALIZER_SCALE = tl.constexpr(4)
 D_TOKEN_SCALE = tl.constexpr(5)
 KEY_UNIT = tl.constexpr(6)
-FOLDED_VALUE_FACTOR = tl.constexpr(7)
+FACTORED_VALUE_FACTOR = tl.constexpr(7)
 GRADIENT_SCALES = tl.constexpr(8)
 
 
@@ -411,7 +411,7 @@ class RowGradients:
         scales: scales per head, (b, h_kv, GRADIENT_SCALES) float32: the factor of dy'' · v − δ'', which includes K; K,
             the norm of the longest key, as a power of two; 2^g; the factors of the gradients of S and Z and of the
             transposed queries that they are computed from; and the factors of keys and of dy'' · v − δ'' for queries
-            multiplied by the roots of their factors (`hopper.folded_rows`).
+            multiplied by the roots of their factors (`hopper.decayed`).
     """
 
     q: Tensor
@@ -429,7 +429,7 @@ class RowGradients:
 
 
 @triton.jit
-def prepare_kernel(
+def prepare_float16_kernel(
     q_desc, y_desc, dy_desc, denominator_ptr, d_denominator_ptr, key_scales_ptr, scaled_desc, scale_ptr, divided_desc,
     delta_ptr, length_ptr, factor_ptr, parts_ptr, length, padded, batches, heads,
     GROUP: tl.constexpr, POWER: tl.constexpr, D_DENOMINATOR: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -515,9 +515,11 @@ def prepare_kernel(
     if not SPLIT:
         # A query that is nearly orthogonal to all its keys becomes long when the root of its factor is multiplied in.
         reach = (
-            -log_denominator * POWER + (key_exponent - FOLDED_EXPONENT + (1.0 - FOLDED_LIMIT)) * POWER + GRADIENT_LIMIT
+            -log_denominator * POWER
+            + (key_exponent - FACTORED_EXPONENT + (1.0 - FACTORED_LIMIT)) * POWER
+            + GRADIENT_LIMIT
         )
-        short = tl.maximum(short, tl.minimum(reach, FOLDED_LOSS))
+        short = tl.maximum(short, tl.minimum(reach, FACTORED_LOSS))
     parts_ptr += (sequence.to(tl.int64) * tiles + tile) * 4
     tl.store(parts_ptr, tl.max(tl.where(counts, -tl.log2(dy_scale) + short, NO_LENGTH), axis=0))
     tl.store(parts_ptr + 1, tl.max(tl.where(counts, factor * entry, 0.0), axis=0))
@@ -530,7 +532,7 @@ def gradient_scales_kernel(
     parts_ptr, key_scales_ptr, d_final_ptr, scales_ptr, parts,
     POWER: tl.constexpr, D_FINAL: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
-    """`RowGradients.scales` of a head, from the parts that `prepare_kernel` wrote.
+    """`RowGradients.scales` of a head, from the parts that `prepare_float16_kernel` wrote.
 
     D_FINAL: the scales also cover the largest entries of the gradients of a final state's S and Z.
     """
@@ -575,20 +577,21 @@ def gradient_scales_kernel(
         unit = power_of_two(key_exponent * 0 + (SPLIT_WEIGHT_EXPONENT - SPLIT_EXPONENT - VALUE_MARGIN))
         tl.store(scales_ptr + VALUE_FACTOR, unit)
         tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent * 0 + SPLIT_WEIGHT_EXPONENT))
-    tl.store(scales_ptr + KEY_UNIT, power_of_two(-key_exponent + FOLDED_EXPONENT))
+    tl.store(scales_ptr + KEY_UNIT, power_of_two(-key_exponent + FACTORED_EXPONENT))
     # Scores to the power p − 1 are below 2^(11 (p − 1) / p).
     MARGIN: tl.constexpr = 3.0 if POWER == 2 else 5.0 if POWER == 4 else 6.0
-    tl.store(scales_ptr + FOLDED_VALUE_FACTOR, power_of_two(-value_exponent - MARGIN))
+    tl.store(scales_ptr + FACTORED_VALUE_FACTOR, power_of_two(-value_exponent - MARGIN))
     # Transposed queries are multiplied by dy'' up to 16, or by −δ'' / K up to 16.
     token_exponent = -_exponent(tl.max(token, axis=0) * factor) + STATE_LIMIT - 4.0
     tl.store(scales_ptr + D_TOKEN_SCALE, power_of_two(tl.minimum(token_exponent, most)))
 
 
-def prepare(
+def prepare_float16(
     q: Tensor, y: Tensor, dy: Tensor, denominator: Tensor, d_denominator: Tensor | None, key_range: KeyRange,
     power: int, d_final: Tensor | None = None, split: bool = False, rows: int = 128,
 ) -> RowGradients:  # fmt: skip
-    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' denominators with gradient d_weight.
+    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' denominators with gradient
+    d_denominator.
 
     Args:
         key_range: the bounds of keys and values.
@@ -610,7 +613,7 @@ def prepare(
     kv_heads = key_range.scales.shape[1]
     scales = q.new_empty(batch, kv_heads, GRADIENT_SCALES.value, dtype=torch.float32)
     launch(
-        prepare_kernel, flat_grid(tiles, batch * heads),
+        prepare_float16_kernel, flat_grid(tiles, batch * heads),
         head_major(q, (rows, d)), head_major(y, (rows, e)), head_major(dy, (rows, e)), denominator, d_denominator,
         key_range.scales, head_major(scaled, (rows, d)), scale, head_major(divided, (rows, e)), minus_delta, lengths,
         factor, parts, length, tiles * rows, batch, heads,

@@ -38,8 +38,8 @@ DRIFT_SPACING = 4096
 MAX_DRIFT_BLOCKS = 16
 # Blocks are multiples of the tiles of every kernel.
 DRIFT_MULTIPLE = 128
-# Tokens per tile of keys in every kernel that reads gates.
-KEY_TILE = 64
+# Tokens per tile within which `Gates` has decays: the tiles of the portable kernels and of those for short sequences.
+GATE_TILE = 64
 
 
 @triton.jit
@@ -213,13 +213,13 @@ class Gates:
         to_end: exp(G_end − G_j) for the tile of `tile` tokens that holds j, (b, h_kv, ≥ t) float32. Its length is a
             multiple of `SCAN_BLOCK`, so that kernels can read past the last token.
         from_start: exp(G_j − G_start), likewise.
-        tile: tokens per tile of keys.
+        tile: tokens per tile.
     """
 
     sums: Tensor
     to_end: Tensor
     from_start: Tensor
-    tile: int = KEY_TILE
+    tile: int = GATE_TILE
 
     @cached_property
     def split(self) -> SplitSums:
@@ -234,7 +234,7 @@ class Gates:
         return SplitSums(whole, rest)
 
 
-def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:
+def gate_sums(log_gamma: Tensor, tile: int = GATE_TILE) -> Gates:
     """G and the decays within tiles, from log γ (b, t, h_kv)."""
     batch, length, heads = log_gamma.shape
     blocks = ceil_div(length, SCAN_BLOCK)
@@ -265,7 +265,8 @@ def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:
 
 
 def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor:
-    """d log γ_m = Σ_{i≥m} dG_i, (b, h_kv, t) float64, before its drift is corrected (`correct_drift`).
+    """d log γ_m = Σ_{i≥m} dG_i with dG_i = (Σ q_i · dq_i − k_i · dk_i) / p, Σ over the query heads of a key head:
+    (b, h_kv, t) float64, before its drift is corrected (`correct_drift`).
 
     Args:
         row_terms: q_i · dq_i, (b, h, t).

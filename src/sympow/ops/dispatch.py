@@ -1,8 +1,8 @@
 """Chooses the form and the backend of a call: the only module that knows which calls the Triton kernels support.
 
 Each `..._unsupported_reason` returns None where the kernels support a call, and otherwise a sentence that says why they
-do not. Whether a call then runs on the Hopper kernels or on the portable ones, both of them Triton's, is decided in
-`sympow.kernels.hopper`.
+do not. Whether a call then runs on the Hopper kernels or on the portable ones, both of them Triton's, is decided by the
+table of engines (`sympow.kernels.attention.engines`).
 """
 
 from __future__ import annotations

@@ -182,8 +182,7 @@ def _run(
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e) of a batch of sequences, and the state after the last token if asked for.
 
-    The operators of the kernels are called here and not further down, so that a stack trace is short: from `attention`
-    to the launch of a kernel there are at most five frames in three files.
+    The operators of the kernels are called here and not further down, so that a stack trace is short.
 
     Args:
         cu_seqlens: offsets of packed documents, only on Triton and without a state at either end; or None.

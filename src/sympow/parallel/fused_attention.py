@@ -26,7 +26,7 @@ from sympow.parallel.shards import Shard, Shards
 from sympow.settings import Backend, Form, symmetric_dim
 
 if TYPE_CHECKING:
-    from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
+    from sympow.kernels.attention.shard import Gradients, Outputs, Plan, ShardRows
     from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.full_state import FullState
     from sympow.kernels.states.quadratic import ChunkStates
@@ -73,7 +73,7 @@ class _Call:
     Attributes:
         passes: whether the state of earlier ranks passes through this one to later ranks.
         group: query heads per key head.
-        train: whether there will be a backward pass.
+        needs_grad: whether there will be a backward pass.
     """
 
     plan: Plan
@@ -81,7 +81,7 @@ class _Call:
     shards: Shards
     halves: list[Half]
     group: int
-    train: bool
+    needs_grad: bool
 
     def send(self, end: FullState | None, k: Tensor, v: Tensor, gates: Gates | None, *, reverse: bool) -> _Exchange:
         """Starts the exchange of this rank's state, or in reverse of its gradient; k and v of one half."""
@@ -157,9 +157,9 @@ class _Attend(torch.autograd.Function):
             initial = exchange.receive(plan.initial)
             half_out = _outputs_of(out, half, call.group)
             states = shard.attend(half.tokens(q, call.group), *own, chunks, initial, half_out)
-            if call.train:
+            if call.needs_grad:
                 kept.append(states)
-        if call.train:
+        if call.needs_grad:
             ctx.call = call
             ctx.save_for_backward(q, k, v, *out, *_tensors_of(gates, kept))
         return out.y
@@ -211,9 +211,9 @@ def _outputs_of(out: Outputs, half: Half, group: int) -> Outputs:
     return type(out)(half.tokens(out.y, group), half.heads(out.denominator, group), half.heads(out.state_share, group))
 
 
-def _rows_of(rows: Rows, half: Half, group: int) -> Rows:
+def _rows_of(rows: ShardRows, half: Half, group: int) -> ShardRows:
     return type(rows)(
-        half.tokens(rows.q, group),
+        half.tokens(rows.scaled_q, group),
         half.heads(rows.scale, group),
         half.tokens(rows.dy, group),
         half.heads(rows.minus_delta, group),
@@ -234,7 +234,7 @@ def _tensors_of(gates: Gates | None, states: Sequence[ChunkStates | None]) -> tu
     """Flattened for save_for_backward: three tensors of the gates, and three of each half's states."""
     none = (None,) * 3
     kept = none if gates is None else (gates.sums, gates.to_end, gates.from_start)
-    return sum((none if x is None else (x.low, x.high, x.normalizer) for x in states), kept)
+    return sum((none if x is None else (x.first_half, x.second_half, x.normalizer) for x in states), kept)
 
 
 def _from_tensors(tensors: Sequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:

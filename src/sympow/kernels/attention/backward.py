@@ -78,10 +78,10 @@ def prepare_kernel(
 @triton.jit
 def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, gate_sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, state_share_ptr,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, first_half_desc, second_half_desc, normalizer_desc, state_share_ptr,
     bound_ptr, q_length_ptr, factor_ptr, key_scales_ptr, scales_ptr,
     document_start_ptr, length, padded, gates_padded, heads, chunk, state_count, first_boundary,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SECOND_HALF: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, FLOAT16: tl.constexpr = False,
 ):  # fmt: skip
@@ -122,15 +122,15 @@ def query_gradient_kernel(
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
             dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
             for half in tl.static_range(2):
-                for i in tl.range(0, D // 2 if half == 0 else HIGH, 2):
+                for i in tl.range(0, D // 2 if half == 0 else SECOND_HALF, 2):
                     even = tl.load(pointers + half * (D // 2) + i)
                     odd = tl.load(pointers + half * (D // 2) + i + 1)
                     if half == 0:
-                        kv_even = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
-                        kv_odd = low_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
+                        kv_even = first_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = first_half_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
                     else:
-                        kv_even = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
-                        kv_odd = high_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
+                        kv_even = second_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = second_half_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
                     dq = tl.dot(dy_left * even[:, None], kv_even, dq, input_precision=PRECISION)
                     other = wait_for_mma(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
@@ -276,10 +276,10 @@ def _visit_queries(
 @triton.jit
 def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, gate_sums_ptr, from_start_ptr,
-    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, factor_ptr, scales_ptr,
-    token_scale_ptr, document_end_ptr, block_terms_ptr,
+    k_ptr, k_stride_b, k_stride_t, k_stride_h, first_half_desc, second_half_desc, normalizer_desc, factor_ptr,
+    scales_ptr, token_scale_ptr, document_end_ptr, block_terms_ptr,
     length, padded, gates_padded, kv_heads, chunk, state_count, first_boundary, query_block,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SECOND_HALF: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     FLOAT16: tl.constexpr = False,
@@ -336,12 +336,12 @@ def key_gradient_kernel(
                 of_tokens = token_scale_ptr + kv_sequence.to(tl.int64) * 2 * length + tl.minimum(rows, length - 1)
                 k_scale, v_scale = tl.load(of_tokens), tl.load(of_tokens + length)
             for half in tl.static_range(2):
-                for i in tl.range(0, D // 2 if half == 0 else HIGH):
+                for i in tl.range(0, D // 2 if half == 0 else SECOND_HALF):
                     entry = tl.load(pointers + half * (D // 2) + i)
                     if half == 0:
-                        dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        dkv = first_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     else:
-                        dkv = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        dkv = second_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     for_dk = entry
                     if FLOAT16:
                         entry *= k_scale
@@ -465,7 +465,7 @@ def prepare(
 
 def _high(states: ChunkStates | None) -> int:
     """How many entries i ≥ d/2 have an S_i."""
-    return 0 if states is None else states.high.shape[3]
+    return 0 if states is None else states.second_half.shape[3]
 
 
 def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: int, d: int, e: int) -> tuple:
@@ -473,11 +473,11 @@ def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: 
     if states is None:
         return (x, x.stride(0), x.stride(1), x.stride(2), None, None, None), (chunk or 2 * length + 4096, 0, 1)
     descriptors = (
-        blocks_of(states.low.flatten(0, 2), [1, 1, e, d]),
-        blocks_of(states.high.flatten(0, 2), [1, 1, e, d]),
+        blocks_of(states.first_half.flatten(0, 2), [1, 1, e, d]),
+        blocks_of(states.second_half.flatten(0, 2), [1, 1, e, d]),
         blocks_of(states.normalizer.flatten(0, 2), [1, d, d]),
     )
-    return (x, x.stride(0), x.stride(1), x.stride(2), *descriptors), (states.chunk, states.low.shape[2], states.first)
+    return (x, x.stride(0), x.stride(1), x.stride(2), *descriptors), (states.chunk, states.count, states.first)
 
 
 def query_gradient(
@@ -512,7 +512,7 @@ def query_gradient(
         key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
         key_range and key_range.scales, row_gradients and row_gradients.scales, documents and documents.start,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *location,
-        GROUP=heads // k.shape[2], D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
+        GROUP=heads // k.shape[2], D=d, E=e, SECOND_HALF=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
         COLUMNS=columns, STAGES=stages, FLOAT16=row_gradients is not None,
         num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
@@ -555,9 +555,10 @@ def key_gradient(
         gates and gates.sums, gates and gates.from_start, *state, row_gradients and row_gradients.factor,
         row_gradients and row_gradients.scales, key_range and key_range.token_scales, documents and documents.end,
         block_terms, length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location,
-        query_block, GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
-        WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
-        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, FLOAT16=row_gradients is not None,
-        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
+        query_block, GROUP=q.shape[2] // kv_heads, D=d, E=e, SECOND_HALF=_high(states), POWER=power,
+        GATED=gates is not None, WITH_STATE=states is not None, DOCUMENTS=documents is not None,
+        BLOCK_TERMS=block_terms is not None, PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns,
+        STAGES=stages, FLOAT16=row_gradients is not None, num_warps=warps, num_stages=stages,
+        **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

@@ -1,6 +1,6 @@
 """The engines of the attention and chunked forms: which kernels compute a call, forward and backward.
 
-`ENGINES` is a table. A row says why an engine does not support a call, and computes the steps that engines differ in:
+`engines` is a table. A row says why an engine does not support a call, and computes the steps that engines differ in:
 queries against the keys of their chunk and the state before it, and backward the gradients of queries and of keys. The
 first row without a reason serves the call. Rows for Hopper GPUs import Gluon, Triton's lower-level language, which
 other releases of Triton lack or have changed, only when they serve a call.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from sympow.kernels.common import Documents, scale_queries
 from sympow.kernels.device_limits import HOPPER_WIDTHS, is_hopper
 from sympow.kernels.float16_range import KeyRange, RowGradients
 from sympow.kernels.running_sums import Gates
+from sympow.kernels.states import quadratic
 from sympow.kernels.states.quadratic import ChunkStates
 
 # With heads of 64 the warp-specialized kernels are faster from this length on. At 4,096 tokens they take 12 % longer
@@ -76,14 +77,14 @@ class Rows(NamedTuple):
     """What the gradients read of rows, keys and values.
 
     Attributes:
-        q, scale: queries, scaled, (b, t, h, d), and their scales (b, h, t) float32.
+        scaled_q, scale: queries, scaled, (b, t, h, d), and their scales (b, h, t) float32.
         dy, minus_delta: dy' (b, t, h, e) and −δ (b, h, ≥ t) float32, as in `backward`.
         k, v: keys and values, as the engine reads them.
         row_gradients: queries and dy' in the range of float16, from which the others are; None: of other dtypes.
         key_range: of keys and values, likewise.
     """
 
-    q: Tensor
+    scaled_q: Tensor
     scale: Tensor
     dy: Tensor
     minus_delta: Tensor
@@ -106,7 +107,7 @@ class Blocks(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A row of `ENGINES`: the steps of a call that engines compute in ways of their own.
+    """A row of `engines`: the steps of a call that engines compute in ways of their own.
 
     Attributes:
         name: what `sympow check` calls it.
@@ -117,9 +118,9 @@ class Engine(NamedTuple):
         prepare: what the gradients read, from the call, q, k, v, y, dy, the rows' denominators and their gradient (or
             None), the range of keys (or None) and the largest entries of the gradients of a final state (or None).
         query_gradient: takes the call, rows, gates, states and φ(q) Z; returns dq and q_i · dq_i (b, h, t).
-        key_gradient: takes the call, rows, gates, the sums over later queries as states, and blocks; returns dk, dv and
+        key_gradient: takes the call, rows, gates, the gradients of the states, and blocks; returns dk, dv and
             k_j · dk_j (b, h_kv, t).
-        update: what sums the keys and values of chunks (`states.quadratic.chunk_sums`); None: the portable kernel.
+        update: what computes S of each chunk (`states.quadratic.chunk_sums`), for tensors like a given one.
         in_pieces: whether it computes float32 as sums of float16.
     """
 
@@ -129,13 +130,38 @@ class Engine(NamedTuple):
     prepare: Callable[..., Rows]
     query_gradient: Callable[..., tuple[Tensor, Tensor]]
     key_gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    update: Callable[..., None] | None = None
+    update: Callable[[Tensor], Callable[..., None]]
     in_pieces: bool = False
+
+
+@cache
+def engines() -> tuple[Engine, ...]:
+    """The table. The functions that its rows name follow below."""
+    portable, hopper = "Triton kernels", "Hopper kernels"
+    return (
+        Engine(hopper, _not_short, _attend_short, _prepare, _query_gradient_short, _key_gradient_short, _update),
+        Engine(
+            hopper, _not_one_chunk_on_hopper,
+            _attend_on_hopper, _prepare, _query_gradient_on_hopper, _key_gradient_on_hopper, _update,
+        ),
+        Engine(
+            hopper, _not_chunked_128_one_document,
+            _attend_in_chunks, _prepare, _query_gradient_in_chunks, _key_gradient_in_chunks, _update_on_hopper,
+        ),
+        # Documents in chunks: only their sums are computed on Hopper's kernels.
+        Engine(hopper, _not_chunked_128, _attend, _prepare, _query_gradient, _key_gradient, _update_on_hopper),
+        Engine(
+            portable, not_in_pieces,
+            _attend_in_pieces, _prepare_in_pieces, _query_gradient_in_pieces, _key_gradient_in_pieces, _update,
+            in_pieces=True,
+        ),
+        Engine(portable, lambda _: None, _attend, _prepare, _query_gradient, _key_gradient, _update),
+    )  # fmt: skip
 
 
 def engine_for(call: Call) -> Engine:
     """The first engine that supports a call."""
-    return next(engine for engine in ENGINES if engine.unsupported_reason(call) is None)
+    return next(engine for engine in engines() if engine.unsupported_reason(call) is None)
 
 
 # Any GPU --------------------------------------------------------------------------------------------------------------
@@ -157,7 +183,7 @@ def _prepare(
 ) -> Rows:  # fmt: skip
     if key_range is None:
         return Rows(*scale_queries(q), *backward.prepare(y, dy, denominator, d_denominator), k, v, None, None)
-    found = float16_range.prepare(q, y, dy, denominator, d_denominator, key_range, call.power, d_final)
+    found = float16_range.prepare_float16(q, y, dy, denominator, d_denominator, key_range, call.power, d_final)
     return Rows(found.q, found.scale, found.dy, found.minus_delta, k, v, found, key_range)
 
 
@@ -165,30 +191,32 @@ def _query_gradient(
     call: Call, rows: Rows, gates: Gates | None, states: ChunkStates | None, state_share: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return backward.query_gradient(
-        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, states,
+        rows.scaled_q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, states,
         state_share=state_share,
         chunk=call.separate_chunk, documents=call.documents, row_gradients=rows.row_gradients, key_range=rows.key_range,
-        **tiles_for(rows.q).query,
+        **tiles_for(rows.scaled_q).query,
     )  # fmt: skip
 
 
 def _key_gradient(
-    call: Call, rows: Rows, gates: Gates | None, reverse: ChunkStates | None, blocks: Blocks
+    call: Call, rows: Rows, gates: Gates | None, d_states: ChunkStates | None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     return backward.key_gradient(
-        rows.q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, reverse, chunk=call.separate_chunk,
-        documents=call.documents, block_terms=blocks.terms, query_block=blocks.size, row_gradients=rows.row_gradients,
-        key_range=rows.key_range, **tiles_for(rows.q).key,
+        rows.scaled_q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates, d_states,
+        chunk=call.separate_chunk, documents=call.documents, block_terms=blocks.terms, query_block=blocks.size,
+        row_gradients=rows.row_gradients, key_range=rows.key_range, **tiles_for(rows.scaled_q).key,
     )  # fmt: skip
 
 
-PORTABLE = Engine("Triton kernels", lambda _: None, _attend, _prepare, _query_gradient, _key_gradient)
+def _update(x: Tensor) -> Callable[..., None]:
+    return partial(quadratic.update, **tiles_for(x).states)
 
 
 # float32 in pieces ----------------------------------------------------------------------------------------------------
 
 
-def _not_in_pieces(call: Call) -> str | None:
+def not_in_pieces(call: Call) -> str | None:
+    """Why a call is not computed in pieces of float16."""
     if call.dtype != torch.float32:
         return f"It computes torch.float32, not {call.dtype}."
     if call.gpu is None and not split_float32.ON_CPU:
@@ -214,7 +242,7 @@ def _prepare_in_pieces(
     call: Call, q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, denominator: Tensor,
     d_denominator: Tensor | None, key_range: KeyRange, d_final: None,
 ) -> Rows:  # fmt: skip
-    found = float16_range.prepare(q, y, dy, denominator, d_denominator, key_range, call.power, split=True)
+    found = float16_range.prepare_float16(q, y, dy, denominator, d_denominator, key_range, call.power, split=True)
     pieces = split_float32.split_keys(k, v, key_range)
     return Rows(found.q, found.scale, found.dy, found.minus_delta, *pieces, found, key_range)
 
@@ -224,24 +252,18 @@ def _query_gradient_in_pieces(
 ) -> tuple[Tensor, Tensor]:
     assert rows.row_gradients is not None and rows.key_range is not None
     return split_float32.query_gradient(
-        rows.row_gradients, rows.k, rows.v, call.power, gates, rows.key_range, **tiles_in_pieces(rows.q).query
+        rows.row_gradients, rows.k, rows.v, call.power, gates, rows.key_range, **tiles_in_pieces(rows.scaled_q).query
     )
 
 
 def _key_gradient_in_pieces(
-    call: Call, rows: Rows, gates: Gates | None, reverse: None, blocks: Blocks
+    call: Call, rows: Rows, gates: Gates | None, d_states: None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert rows.row_gradients is not None and rows.key_range is not None
     return split_float32.key_gradient(
         rows.row_gradients, rows.k, rows.v, call.power, gates, rows.key_range, block_terms=blocks.terms,
-        query_block=blocks.size, **tiles_in_pieces(rows.q).key,
+        query_block=blocks.size, **tiles_in_pieces(rows.scaled_q).key,
     )  # fmt: skip
-
-
-PIECES = Engine(
-    "Triton kernels", _not_in_pieces,
-    _attend_in_pieces, _prepare_in_pieces, _query_gradient_in_pieces, _key_gradient_in_pieces, in_pieces=True,
-)  # fmt: skip
 
 
 # Hopper GPUs ----------------------------------------------------------------------------------------------------------
@@ -282,22 +304,22 @@ def _query_gradient_short(
     from sympow.kernels.hopper import short_backward
 
     return short_backward.query_gradient(
-        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
+        rows.scaled_q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
         row_gradients=rows.row_gradients, key_range=rows.key_range,
     )  # fmt: skip
 
 
 def _key_gradient_short(
-    call: Call, rows: Rows, gates: Gates | None, reverse: None, blocks: Blocks
+    call: Call, rows: Rows, gates: Gates | None, d_states: None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     if rows.row_gradients is not None:
         # The kernel below has no registers left for float16.
-        return _key_gradient_on_hopper(call, rows, gates, reverse, blocks)
+        return _key_gradient_on_hopper(call, rows, gates, d_states, blocks)
     if blocks.terms is not None or call.length > SHORT_KEY_GRADIENT_MAX_LENGTH:
-        return _key_gradient(call, rows, gates, reverse, blocks)
+        return _key_gradient(call, rows, gates, d_states, blocks)
     from sympow.kernels.hopper import short_backward
 
-    return short_backward.key_gradient(rows.q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates)
+    return short_backward.key_gradient(rows.scaled_q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates)
 
 
 def _attend_on_hopper(
@@ -314,23 +336,23 @@ def _query_gradient_on_hopper(
     from sympow.kernels.hopper import backward as hopper_backward
 
     return hopper_backward.query_gradient(
-        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
+        rows.scaled_q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
         row_gradients=rows.row_gradients, key_range=rows.key_range,
     )  # fmt: skip
 
 
 def _key_gradient_on_hopper(
-    call: Call, rows: Rows, gates: Gates | None, reverse: None, blocks: Blocks
+    call: Call, rows: Rows, gates: Gates | None, d_states: None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sympow.kernels.hopper import backward as hopper_backward
 
     return hopper_backward.key_gradient(
-        rows.q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
+        rows.scaled_q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
         block_terms=blocks.terms, query_block=blocks.size, row_gradients=rows.row_gradients,
     )  # fmt: skip
 
 
-def _not_in_chunks_on_hopper(call: Call) -> str | None:
+def _not_chunked_128(call: Call) -> str | None:
     if not call.reads_states:
         return "It computes chunks that read states."
     if call.dtype != torch.bfloat16:
@@ -340,40 +362,56 @@ def _not_in_chunks_on_hopper(call: Call) -> str | None:
     return _not_on_hopper(call)
 
 
-def _not_one_document_in_chunks_on_hopper(call: Call) -> str | None:
-    return _not_in_chunks_on_hopper(call) if call.documents is None else "It computes one document."
+def _not_chunked_128_one_document(call: Call) -> str | None:
+    return _not_chunked_128(call) if call.documents is None else "It computes one document."
 
 
 def _attend_in_chunks(
     call: Call, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates, key_range: None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from sympow.kernels.hopper import chunked
+    from sympow.kernels.hopper import forward as hopper_forward
+    from sympow.kernels.hopper.states import features_times_state, state_shares
 
-    return chunked.attend(q, k, v, gates, states)
+    scaled_q, _ = scale_queries(q)
+    state_share = state_shares(scaled_q, states)
+    y, denominator = hopper_forward.attend(
+        scaled_q, k, v, call.power, gates, chunk=states.chunk, first_boundary=states.first, state_share=state_share,
+        from_state=features_times_state(scaled_q, states),
+    )  # fmt: skip
+    return y, denominator, state_share
 
 
 def _query_gradient_in_chunks(
     call: Call, rows: Rows, gates: Gates | None, states: ChunkStates, state_share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from sympow.kernels.hopper import chunked
+    from sympow.kernels.hopper import backward as hopper_backward
+    from sympow.kernels.hopper.states import vector_times_state
 
-    return chunked.query_gradient(
-        rows.q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, gates, states, state_share
+    return hopper_backward.query_gradient(
+        rows.scaled_q, rows.scale, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
+        chunk=states.chunk, first_boundary=states.first,
+        dq_from_state=vector_times_state(rows.scaled_q, rows.dy, states, rows.minus_delta, state_share),
     )  # fmt: skip
 
 
 def _key_gradient_in_chunks(
-    call: Call, rows: Rows, gates: Gates | None, reverse: ChunkStates, blocks: Blocks
+    call: Call, rows: Rows, gates: Gates | None, d_states: ChunkStates, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from sympow.kernels.hopper import chunked
+    from sympow.kernels.hopper import backward as hopper_backward
+    from sympow.kernels.hopper.states import features_times_state, vector_times_state
 
-    return chunked.key_gradient(rows.q, rows.k, rows.v, rows.dy, rows.minus_delta, gates, reverse)
+    dk_over_p = vector_times_state(rows.k, rows.v, d_states, keys=True)
+    return hopper_backward.key_gradient(
+        rows.scaled_q, rows.k, rows.v, rows.dy, rows.minus_delta, call.power, gates,
+        chunk=d_states.chunk, last_boundary=d_states.first + d_states.count - 1,
+        from_later_chunks=(dk_over_p, features_times_state(rows.k, d_states, keys=True)),
+    )  # fmt: skip
 
 
-def _update_on_hopper(*arguments: Any) -> None:
-    from sympow.kernels.hopper.state_updates import update
+def _update_on_hopper(x: Tensor) -> Callable[..., None]:
+    from sympow.kernels.hopper import states
 
-    update(*arguments)
+    return states.update
 
 
 @cache
@@ -389,23 +427,3 @@ def _compiled_by_this_release() -> bool:
         stacklevel=2,
     )
     return False
-
-
-HOPPER = "Hopper kernels"
-ENGINES = (
-    Engine(HOPPER, _not_short, _attend_short, _prepare, _query_gradient_short, _key_gradient_short),
-    Engine(
-        HOPPER, _not_one_chunk_on_hopper,
-        _attend_on_hopper, _prepare, _query_gradient_on_hopper, _key_gradient_on_hopper,
-    ),
-    Engine(
-        HOPPER, _not_one_document_in_chunks_on_hopper,
-        _attend_in_chunks, _prepare, _query_gradient_in_chunks, _key_gradient_in_chunks, update=_update_on_hopper,
-    ),
-    # Documents in chunks: only their sums are computed on Hopper's kernels.
-    Engine(
-        HOPPER, _not_in_chunks_on_hopper, _attend, _prepare, _query_gradient, _key_gradient, update=_update_on_hopper
-    ),
-    PIECES,
-    PORTABLE,
-)  # fmt: skip

@@ -68,11 +68,12 @@ def query_normalizer(q, normalizer, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def query_state(
-    acc, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, state_index,
-    D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
+def read_state(
+    acc, q, q_first_half, q_second_half, q_ptr, scale, rows, length, stride_t, first_half_desc, second_half_desc,
+    normalizer_desc, state_index, D: tl.constexpr, E: tl.constexpr, SECOND_HALF: tl.constexpr,
+    SECOND_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """φ(q) S, added to acc = 0, and φ(q) Z; q_low and q_high are the two halves of q, not yet scaled.
+    """φ(q) S, added to acc = 0, and φ(q) Z; q_first_half and q_second_half are the two halves of q, not yet scaled.
 
     S is symmetric in its two feature indices (i, a), so the block with i in the upper and a in the lower half is not
     read: its mirror image counts twice.
@@ -80,8 +81,8 @@ def query_state(
     HALF_DIM: tl.constexpr = D // 2
     normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
     found, unseen = query_normalizer(q, normalizer, PRECISION)
-    scale = scale.to(q_low.dtype)
-    q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
+    scale = scale.to(q_first_half.dtype)
+    q_first_half, q_second_half = q_first_half * scale[:, None], q_second_half * scale[:, None]
     # Two accumulators, so that one product runs while the operand of the other is computed; waiting for the second
     # waits for both. Entries of q are loaded one step ahead, from rows clamped to the sequence: results of rows past
     # its end are never stored.
@@ -91,19 +92,21 @@ def query_state(
     for i in tl.range(0, HALF_DIM):
         entry = ahead * scale
         ahead = tl.load(pointers + i + 1)
-        kv_low = low_desc.load([state_index, i, 0, 0]).reshape(E, HALF_DIM)
-        kv_high = low_desc.load([state_index, i, 0, HALF_DIM]).reshape(E, HALF_DIM)
-        acc = tl.dot(q_low * entry[:, None], kv_low.T, acc, input_precision=PRECISION)
-        other = wait_for_mma(tl.dot(q_high * (entry * 2)[:, None], kv_high.T, other, input_precision=PRECISION))
+        kv_first_half = first_half_desc.load([state_index, i, 0, 0]).reshape(E, HALF_DIM)
+        kv_second_half = first_half_desc.load([state_index, i, 0, HALF_DIM]).reshape(E, HALF_DIM)
+        acc = tl.dot(q_first_half * entry[:, None], kv_first_half.T, acc, input_precision=PRECISION)
+        other = wait_for_mma(
+            tl.dot(q_second_half * (entry * 2)[:, None], kv_second_half.T, other, input_precision=PRECISION)
+        )
     even, odd = ahead, tl.load(pointers + HALF_DIM + 1)
-    for i in tl.range(0, HIGH, 2):
+    for i in tl.range(0, SECOND_HALF, 2):
         even_scaled, odd_scaled = even * scale, odd * scale
         next_pair = pointers + tl.minimum(HALF_DIM + i + 2, D - 2)
         even, odd = tl.load(next_pair), tl.load(next_pair + 1)
-        kv_even = high_desc.load([state_index, i, 0, HIGH_COLUMN]).reshape(E, HALF_DIM)
-        kv_odd = high_desc.load([state_index, i + 1, 0, HIGH_COLUMN]).reshape(E, HALF_DIM)
-        acc = tl.dot(q_high * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
-        other = wait_for_mma(tl.dot(q_high * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
+        kv_even = second_half_desc.load([state_index, i, 0, SECOND_COLUMN]).reshape(E, HALF_DIM)
+        kv_odd = second_half_desc.load([state_index, i + 1, 0, SECOND_COLUMN]).reshape(E, HALF_DIM)
+        acc = tl.dot(q_second_half * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
+        other = wait_for_mma(tl.dot(q_second_half * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
     acc += other
     return tl.where(unseen[:, None], 0.0, acc), tl.where(unseen, 0.0, found)
 
@@ -111,10 +114,10 @@ def query_state(
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, y_desc, denominator_ptr, gate_sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, state_share_ptr,
-    bound_ptr, state_scale_ptr, document_start_ptr, length, padded_length, heads, chunk, state_count, first_boundary,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH: tl.constexpr, HIGH_COLUMN: tl.constexpr,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, first_half_desc, second_half_desc, normalizer_desc,
+    state_share_ptr, bound_ptr, state_scale_ptr, document_start_ptr, length, padded_length, heads, chunk, state_count,
+    first_boundary, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, SECOND_HALF: tl.constexpr, SECOND_COLUMN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     FLOAT16: tl.constexpr = False,
 ):  # fmt: skip
@@ -153,13 +156,13 @@ def forward_kernel(
         # A document that began in this chunk is not in the state.
         if (boundary >= first_boundary) & (document_start <= chunk_start):
             # Loaded again, because they are needed in another register layout than q.
-            q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
-            q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
+            q_first_half = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
+            q_second_half = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, denominator = query_state(
-                acc, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
-                normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E, HIGH, HIGH_COLUMN,
-                PRECISION,
+            acc, denominator = read_state(
+                acc, q, q_first_half, q_second_half, entries, scale, rows, length, q_stride_t, first_half_desc,
+                second_half_desc, normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E,
+                SECOND_HALF, SECOND_COLUMN, PRECISION,
             )  # fmt: skip
             tl.store(state_share_ptr + rows, denominator, mask=rows < length)
             kv_factor, normalizer_factor = 1.0, 1.0
@@ -309,15 +312,15 @@ def attend(
     q_desc = head_major(q, (rows, d))
     q = q_desc.base.transpose(1, 2)
     if states is None:
-        chunk, state_count, high, high_column, first_boundary = chunk or length + rows, 0, 0, 0, 0
-        q_half_desc = low_desc = high_desc = normalizer_desc = None
+        chunk, state_count, second_half, second_column, first_boundary = chunk or length + rows, 0, 0, 0, 0
+        q_half_desc = first_half_desc = second_half_desc = normalizer_desc = None
     else:
         assert dim == d and value_dim == e and power == 2 and states.chunk % rows == 0
-        chunk, state_count, first_boundary = states.chunk, states.low.shape[2], states.first
-        high, high_column = states.high.shape[3], states.high.shape[-1] - d // 2
+        chunk, state_count, first_boundary = states.chunk, states.count, states.first
+        second_half, second_column = states.second_half.shape[3], states.second_half.shape[-1] - d // 2
         q_half_desc = head_major(q, (rows, d // 2))
-        low_desc = blocks_of(states.low.flatten(0, 2), [1, 1, e, d // 2])
-        high_desc = blocks_of(states.high.flatten(0, 2), [1, 1, e, d // 2])
+        first_half_desc = blocks_of(states.first_half.flatten(0, 2), [1, 1, e, d // 2])
+        second_half_desc = blocks_of(states.second_half.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = blocks_of(states.normalizer.flatten(0, 2), [1, d, d])
         state_share = torch.zeros_like(denominator) if state_share is None else state_share
     # In float16 fused multiply-add would keep weights and decays of the diagonal for the exact sums, and spill. (With
@@ -326,12 +329,12 @@ def attend(
         forward_kernel, flat_grid(ceil_div(length, rows), batch * heads),
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), denominator,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
-        q_half_desc, low_desc, high_desc, normalizer_desc, state_share,
+        q_half_desc, first_half_desc, second_half_desc, normalizer_desc, state_share,
         key_range and key_range.bound, key_range and key_range.scales, documents and documents.start,
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, state_count, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
-        DOCUMENTS=documents is not None, HIGH=high, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype),
-        ROWS=rows, COLUMNS=columns, STAGES=stages, FLOAT16=key_range is not None,
+        DOCUMENTS=documents is not None, SECOND_HALF=second_half, SECOND_COLUMN=second_column,
+        PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, FLOAT16=key_range is not None,
         num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=key_range is None or d > 64,
     )  # fmt: skip
     return y, denominator, state_share

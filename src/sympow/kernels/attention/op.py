@@ -1,4 +1,4 @@
-"""The attention and chunked forms on the kernels as PyTorch operators, with their tile sizes (`tiles_for`).
+"""The attention and chunked forms on the kernels as PyTorch operators: the steps of a call, forward and backward.
 
 As operators (`sympow.kernels.operator`) they work with autograd, torch.compile and opcheck.
 """
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.kernels.attention.engines import PIECES, Blocks, Call, engine_for
-from sympow.kernels.attention.tiles import tiles_for
+from sympow.kernels.attention.engines import Blocks, Call, engine_for, not_in_pieces
 from sympow.kernels.common import Documents, scale_queries
 from sympow.kernels.float16_range import SCALES, KeyRange, measure_keys
 from sympow.kernels.operator import operator
@@ -28,9 +27,10 @@ from sympow.kernels.running_sums import (
 from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.quadratic import (
     ChunkStates,
+    QueryTerms,
     boundaries_with_states,
     chunk_sums,
-    entries_of_high,
+    entries_of_second_half,
     scan_sums,
 )
 
@@ -40,21 +40,21 @@ class Saved(NamedTuple):
 
     Attributes:
         gate_sums, to_end, from_start: as in `Gates`.
-        low, high, normalizer: as in `ChunkStates`.
+        first_half, second_half, normalizer: as in `ChunkStates`.
         state_share: φ(q) Z of each row's state, (b, h, t) float32.
         bound, scales, token_scales: as in `KeyRange`, for float16.
     """
 
-    gate_sums: Tensor | None
-    to_end: Tensor | None
-    from_start: Tensor | None
-    low: Tensor | None
-    high: Tensor | None
-    normalizer: Tensor | None
-    state_share: Tensor | None
-    bound: Tensor | None
-    scales: Tensor | None
-    token_scales: Tensor | None
+    gate_sums: Tensor | None = None
+    to_end: Tensor | None = None
+    from_start: Tensor | None = None
+    first_half: Tensor | None = None
+    second_half: Tensor | None = None
+    normalizer: Tensor | None = None
+    state_share: Tensor | None = None
+    bound: Tensor | None = None
+    scales: Tensor | None = None
+    token_scales: Tensor | None = None
 
     @property
     def gates(self) -> Gates | None:
@@ -63,9 +63,9 @@ class Saved(NamedTuple):
         return Gates(self.gate_sums, self.to_end, self.from_start)
 
     def states(self, chunk: int, first: int) -> ChunkStates | None:
-        if self.low is None or self.high is None or self.normalizer is None:
+        if self.first_half is None or self.second_half is None or self.normalizer is None:
             return None
-        return ChunkStates(self.low, self.high, self.normalizer, chunk, first)
+        return ChunkStates(self.first_half, self.second_half, self.normalizer, chunk, first)
 
     @property
     def key_range(self) -> KeyRange | None:
@@ -108,7 +108,7 @@ def fused_attention(
     chunk: int,
     key_dim: int,
     with_states: bool,
-    train: bool,
+    needs_grad: bool,
     return_state: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -122,8 +122,8 @@ def fused_attention(
         document_start, document_end: as in `common.Documents`, or None.
         initial_kv, initial_normalizer: a `FullState`, only with states; or None.
         power, chunk, key_dim, with_states, return_state: as in `Options`.
-        train: whether the backward pass will run, which needs all d² features of the states, and in float16 the range
-            of the values.
+        needs_grad: whether the backward pass will run, which needs all d² features of the states, and in float16 the
+            range of the values.
     """
     call = describe(q, v, power, chunk, with_states, initial_kv is not None, return_state, document_start, document_end)
     engine = engine_for(call)
@@ -132,28 +132,30 @@ def fused_attention(
     if q.dtype == torch.float16 or engine.in_pieces:
         key_range = measure_keys(
             k, v, power, gates, _largest_entries(initial_kv, initial_normalizer),
-            values=train or with_states or engine.in_pieces, token_scales=train and with_states,
+            values=needs_grad or with_states or engine.in_pieces, token_scales=needs_grad and with_states,
         )  # fmt: skip
     if call.reads_states:
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
             initial = FullState(initial_kv, initial_normalizer)
         chunks = chunk_sums(
-            k, v, k.shape[2], None if gates is None else gates.sums, chunk,
-            full=train or return_state or initial is not None,
-            boundaries=call.boundaries, precise=return_state, key_dim=key_dim, update=engine.update,
-            scales=None if key_range is None else key_range.of_states, **tiles_for(q).states,
+            k, v, k.shape[2], gates, chunk, full=needs_grad or return_state or initial is not None,
+            boundaries=call.boundaries, precise=return_state, key_dim=key_dim, update=engine.update(k),
+            scales=None if key_range is None else key_range.of_states,
         )  # fmt: skip
         assert chunks is not None
         states, end, _ = scan_sums(chunks, initial, return_end=return_state)
     y, denominator, state_share = engine.attend(call, q, k, v, gates, states, key_range)
-    saved_gates = (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
-    saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
-    saved_ranges = (
-        (None, None, None) if key_range is None else (key_range.bound, key_range.scales, key_range.token_scales)
-    )
-    rest = (*(end or (None, None)), *saved_gates, *saved_states, state_share, *saved_ranges)
-    return y.contiguous(), denominator, *rest
+    saved = Saved(state_share=state_share)
+    if gates is not None:
+        saved = saved._replace(gate_sums=gates.sums, to_end=gates.to_end, from_start=gates.from_start)
+    if states is not None:
+        first_half, second_half = states.first_half, states.second_half
+        saved = saved._replace(first_half=first_half, second_half=second_half, normalizer=states.normalizer)
+    if key_range is not None:
+        bound, scales, token_scales = key_range.bound, key_range.scales, key_range.token_scales
+        saved = saved._replace(bound=bound, scales=scales, token_scales=token_scales)
+    return y.contiguous(), denominator, *(end or (None, None)), *saved
 
 
 @fused_attention.register_fake
@@ -170,40 +172,44 @@ def _(
     chunk: int,
     key_dim: int,
     with_states: bool,
-    train: bool,
+    needs_grad: bool,
     return_state: bool,
 ) -> tuple[Tensor | None, ...]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
     denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
-    final_kv = final_normalizer = gate_sums = to_end = from_start = low = high = normalizer = state_share = None
-    bound = scales = token_scales = None
+    final_kv = final_normalizer = None
+    saved = Saved()
     call = describe(q, v, power, chunk, with_states, initial_kv is not None, return_state, document_start, document_end)
     # Asks no other engine: a GPU need not be there, and a length may be symbolic.
-    if q.dtype == torch.float16 or PIECES.unsupported_reason(call) is None:
-        bound = q.new_empty(batch, kv_heads, length, dtype=torch.float32)
-        scales = q.new_empty(batch, kv_heads, SCALES.value, dtype=torch.float32)
-        if train and with_states:
-            token_scales = q.new_empty(batch, kv_heads, 2, length, dtype=torch.float16)
+    if q.dtype == torch.float16 or not_in_pieces(call) is None:
+        saved = saved._replace(
+            bound=q.new_empty(batch, kv_heads, length, dtype=torch.float32),
+            scales=q.new_empty(batch, kv_heads, SCALES.value, dtype=torch.float32),
+        )
+        if needs_grad and with_states:
+            saved = saved._replace(token_scales=q.new_empty(batch, kv_heads, 2, length, dtype=torch.float16))
     if log_gamma is not None:
         padded = -(-length // SCAN_BLOCK) * SCAN_BLOCK
-        gate_sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
-        to_end = q.new_empty(batch, kv_heads, padded, dtype=torch.float32)
-        from_start = torch.empty_like(to_end)
+        saved = saved._replace(
+            gate_sums=q.new_empty(batch, kv_heads, length, dtype=torch.float64),
+            to_end=q.new_empty(batch, kv_heads, padded, dtype=torch.float32),
+            from_start=q.new_empty(batch, kv_heads, padded, dtype=torch.float32),
+        )
     if return_state:
         final_kv = q.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32)
         final_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
     if call.reads_states:
         count = call.boundaries[1] - call.boundaries[0] + 1
-        full = train or return_state or initial_kv is not None
-        low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
-        high_entries = entries_of_high(dim, key_dim)
-        high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
-        normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
-        state_share = torch.empty_like(denominator)
-    kept = (gate_sums, to_end, from_start, low, high, normalizer, state_share, bound, scales, token_scales)
-    return y, denominator, final_kv, final_normalizer, *kept
+        columns = dim if needs_grad or return_state or initial_kv is not None else dim // 2
+        saved = saved._replace(
+            first_half=q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim),
+            second_half=q.new_empty(batch, kv_heads, count, entries_of_second_half(dim, key_dim), value_dim, columns),
+            normalizer=q.new_empty(batch, kv_heads, count, dim, dim),
+            state_share=torch.empty_like(denominator),
+        )
+    return y, denominator, final_kv, final_normalizer, *saved
 
 
 @operator("sympow::attend_backward")
@@ -242,22 +248,22 @@ def _attend_backward(
     d_final = None if kept.key_range is None else _largest_entries(d_final_kv, d_final_normalizer)
     rows = engine.prepare(call, q, k, v, y, dy, denominator, d_denominator, kept.key_range, d_final)
     dq, row_terms = engine.query_gradient(call, rows, gates, states, state_share)
-    reverse = end = crossing = None
-    if states is not None:
+    d_states = end = crossing = None
+    row_gradients = rows.row_gradients
+    if states is not None and state_share is not None:
         start = None
         if return_state:
             assert d_final_kv is not None
             assert d_final_normalizer is not None
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
-            rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, chunk, full=True,
-            factor=rows.minus_delta, state_share=state_share, reverse=True, boundaries=call.boundaries, precise=initial,
-            key_dim=key_dim, update=engine.update,
-            scales=None if rows.row_gradients is None else rows.row_gradients.of_states,
-            token_factor=None if rows.row_gradients is None else rows.row_gradients.factor, **tiles_for(q).states,
+            rows.scaled_q, rows.dy, k.shape[2], gates, chunk, full=True,
+            queries=QueryTerms(rows.minus_delta, state_share, None if row_gradients is None else row_gradients.factor),
+            boundaries=call.boundaries, precise=initial, key_dim=key_dim, update=engine.update(q),
+            scales=None if row_gradients is None else row_gradients.of_states,
         )  # fmt: skip
         assert chunks is not None
-        reverse, end, crossing = scan_sums(
+        d_states, end, crossing = scan_sums(
             chunks, start, return_end=initial, other=states if gates else None,
             other_scales=None if kept.key_range is None else kept.key_range.of_states,
         )  # fmt: skip
@@ -265,7 +271,7 @@ def _attend_backward(
     block = drift_spacing(length)
     if gates is not None and states is None and length > block:
         terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
-    dk, dv, column_terms = engine.key_gradient(call, rows, gates, reverse, Blocks(terms, block))
+    dk, dv, column_terms = engine.key_gradient(call, rows, gates, d_states, Blocks(terms, block))
     d_log_gamma = None
     if gates is not None:
         # At both ends the exact value is 0: no pair lies across.
@@ -273,7 +279,7 @@ def _attend_backward(
         if crossing is not None:
             exact, spacing = exact_sums_at_boundaries(crossing, call.boundaries, length, chunk), chunk
         elif terms is not None:
-            exact, spacing = exact_sums_at_blocks(terms, None if rows.row_gradients else gates.to_end, block), block
+            exact, spacing = exact_sums_at_blocks(terms, None if row_gradients else gates.to_end, block), block
         d_log_gamma = correct_drift(gate_gradient(row_terms, column_terms, power), exact, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), *rest
@@ -307,34 +313,19 @@ def _(
 
 
 def _save_attend(ctx, inputs, output) -> None:
-    (
-        q,
-        k,
-        v,
-        log_gamma,
-        document_start,
-        document_end,
-        initial_kv,
-        _,
-        power,
-        chunk,
-        key_dim,
-        with_states,
-        _,
-        return_state,
-    ) = inputs
-    y, denominator, final_kv, final_normalizer, *rest = output
-    ctx.save_for_backward(q, k, v, y, denominator, document_start, document_end, *rest)
+    q, k, v, log_gamma, *documents, initial_kv, _, power, chunk, key_dim, with_states, _, return_state = inputs
+    y, denominator, final_kv, final_normalizer, *saved = output
+    ctx.save_for_backward(q, k, v, y, denominator, *documents, *saved)
     ctx.options = Options(power, chunk, key_dim, with_states, initial_kv is not None, return_state)
     ctx.gated = log_gamma is not None
     ctx.final_shapes = (final_kv.shape, final_normalizer.shape) if return_state else None
     ctx.set_materialize_grads(False)
-    constant = (*rest, *(() if return_state else (final_kv, final_normalizer)))
+    constant = (*saved, *(() if return_state else (final_kv, final_normalizer)))
     ctx.mark_non_differentiable(*(x for x in constant if x is not None))
 
 
 def _differentiate_attend(ctx, dy, d_denominator, d_final_kv, d_final_normalizer, *_):
-    q, k, v, y, denominator, document_start, document_end, *rest = ctx.saved_tensors
+    q, k, v, y, denominator, document_start, document_end, *saved = ctx.saved_tensors
     # A loss may depend on some of the outputs only.
     dy = torch.zeros_like(y) if dy is None else dy
     d_denominator = None if d_denominator is None else d_denominator.contiguous()
@@ -346,7 +337,7 @@ def _differentiate_attend(ctx, dy, d_denominator, d_final_kv, d_final_normalizer
     else:
         d_final_kv = d_final_normalizer = None
     dq, dk, dv, d_log_gamma, d_kv, d_normalizer = _attend_backward(
-        dy, d_denominator, d_final_kv, d_final_normalizer, q, k, v, y, denominator, rest, document_start, document_end,
+        dy, d_denominator, d_final_kv, d_final_normalizer, q, k, v, y, denominator, saved, document_start, document_end,
         *ctx.options,
     )  # fmt: skip
     gradients = (dq, dk, dv, d_log_gamma if ctx.gated else None, None, None)

@@ -13,6 +13,7 @@ before (`gate_sums`, `prepare_gradient`) and after (`gates_gradient`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,12 @@ from sympow.kernels.attention import forward as attention_forward
 from sympow.kernels.attention.tiles import tiles_for
 from sympow.kernels.common import scale_queries
 from sympow.kernels.running_sums import Gates, correct_drift, exact_sums_at_boundaries, gate_gradient
+from sympow.kernels.states import quadratic
 from sympow.kernels.states.full_state import FullState
 from sympow.kernels.states.quadratic import (
     ChunkStates,
     ChunkSums,
+    QueryTerms,
     boundaries_with_states,
     chunk_sums,
     end_alone,
@@ -81,10 +84,10 @@ class Outputs(NamedTuple):
         return cls(v.new_empty(batch, length, heads, v.shape[-1]), denominator, state_share)
 
 
-class Rows(NamedTuple):
+class ShardRows(NamedTuple):
     """What the backward pass reads of rows: scaled queries and scales (`scale_queries`), dy' and −δ (`prepare`)."""
 
-    q: Tensor
+    scaled_q: Tensor
     scale: Tensor
     dy: Tensor
     minus_delta: Tensor
@@ -115,8 +118,8 @@ def gate_sums(log_gamma: Tensor | None) -> Gates | None:
 def fold(k: Tensor, v: Tensor, gates: Gates | None, plan: Plan) -> Folded:
     """Folds rotated keys (b, t, h_kv, d) and values (b, t, h_kv, e) into the sums of chunks."""
     chunks = chunk_sums(
-        k, v, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True, boundaries=_boundaries(k, plan),
-        precise=plan.return_state, **tiles_for(k).states,
+        k, v, k.shape[2], gates, plan.chunk, full=True, boundaries=_boundaries(k, plan),
+        precise=plan.return_state, update=partial(quadratic.update, **tiles_for(k).states),
     )  # fmt: skip
     return Folded(chunks, end_alone(chunks) if plan.return_state and chunks is not None else None)
 
@@ -132,23 +135,23 @@ def attend(
     return states
 
 
-def prepare_gradient(dy: Tensor, q: Tensor, out: Outputs) -> Rows:
+def prepare_gradient(dy: Tensor, q: Tensor, out: Outputs) -> ShardRows:
     """What the other steps read of the rows, from the gradient dy of y, contiguous."""
-    return Rows(*scale_queries(q), *attention_backward.prepare(out.y, dy, out.denominator))
+    return ShardRows(*scale_queries(q), *attention_backward.prepare(out.y, dy, out.denominator))
 
 
-def fold_gradient(rows: Rows, k: Tensor, gates: Gates | None, state_share: Tensor, plan: Plan) -> Folded:
+def fold_gradient(rows: ShardRows, k: Tensor, gates: Gates | None, state_share: Tensor, plan: Plan) -> Folded:
     """Folds queries and output gradients into the sums of chunks; `state_share` as in `Outputs`."""
     chunks = chunk_sums(
-        rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True,
-        factor=rows.minus_delta, state_share=state_share, reverse=True, boundaries=_boundaries(k, plan),
-        precise=plan.initial, **tiles_for(k).states,
+        rows.scaled_q, rows.dy, k.shape[2], gates, plan.chunk, full=True,
+        queries=QueryTerms(rows.minus_delta, state_share), boundaries=_boundaries(k, plan), precise=plan.initial,
+        update=partial(quadratic.update, **tiles_for(k).states),
     )  # fmt: skip
     return Folded(chunks, end_alone(chunks) if plan.initial and chunks is not None else None)
 
 
 def query_gradient(
-    rows: Rows,
+    rows: ShardRows,
     k: Tensor,
     v: Tensor,
     gates: Gates | None,
@@ -158,13 +161,13 @@ def query_gradient(
 ) -> None:
     """Writes dq and the rows' terms."""
     attention_backward.query_gradient(
-        rows.q, rows.scale, k, v, rows.dy, rows.minus_delta, 2, gates, states, state_share=state_share,
+        rows.scaled_q, rows.scale, k, v, rows.dy, rows.minus_delta, 2, gates, states, state_share=state_share,
         out=(out.dq, out.row_terms), **tiles_for(k).query,
     )  # fmt: skip
 
 
 def key_gradient(
-    rows: Rows, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates | None, chunks: ChunkSums | None,
+    rows: ShardRows, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates | None, chunks: ChunkSums | None,
     d_final: FullState | None, out: Gradients,
 ) -> Tensor | None:  # fmt: skip
     """Writes dk, dv and the columns' terms; overwrites `chunks`.
@@ -178,11 +181,11 @@ def key_gradient(
         Σ B_ij dB_ij over the pairs across each boundary that has a state, (b, h_kv, boundaries) float64; None without
         gates or states.
     """
-    reverse = crossing = None
+    d_states = crossing = None
     if chunks is not None:
-        reverse, _, crossing = scan_sums(chunks, d_final, other=states if gates else None)
+        d_states, _, crossing = scan_sums(chunks, d_final, other=states if gates else None)
     attention_backward.key_gradient(
-        rows.q, k, v, rows.dy, rows.minus_delta, 2, gates, reverse, out=(out.dk, out.dv, out.column_terms),
+        rows.scaled_q, k, v, rows.dy, rows.minus_delta, 2, gates, d_states, out=(out.dk, out.dv, out.column_terms),
         **tiles_for(k).key,
     )  # fmt: skip
     return crossing

@@ -510,10 +510,10 @@ def step_kernel(
                         exchange.denominators + found * 2, mask=of_window, other=0.0, cache_modifier=".cg"
                     )
             # The state counts unless φ(q) Z is indistinguishable from rounding; keys, this token's included, by scores.
-            past = tl.sum(state_weights, axis=0)
-            rounding = past < tl.sum(state_magnitudes, axis=0) * (COPY_EPSILON if COPY else EPSILON)
+            state_share = tl.sum(state_weights, axis=0)
+            rounding = state_share < tl.sum(state_magnitudes, axis=0) * (COPY_EPSILON if COPY else EPSILON)
             score = even_power(tl.sum(queries[member] * key, axis=0), POWER)
-            denominator = tl.where(rounding, 0.0, past * gamma) + tl.sum(recent_weights, axis=0) + score
+            denominator = tl.where(rounding, 0.0, state_share * gamma) + tl.sum(recent_weights, axis=0) + score
             numerator = tl.where(rounding, 0.0, tl.sum(state_sums, axis=0) * gamma) + tl.sum(recent_sums, axis=0)
             y = tl.where(denominator == 0, 0.0, (numerator + score * value) / or_one(denominator))
             if WINDOW:

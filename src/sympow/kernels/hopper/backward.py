@@ -1,11 +1,11 @@
 """Backward pass of the attention form on Hopper, and of the chunked form once the products with states
-are known (`state_products`), warp-specialized as in `forward`.
+are known (`states`), warp-specialized as in `forward`.
 
 The equations are those of `sympow.kernels.attention.backward`. Two kernels, each of which owns its outputs, so that
-results are bitwise reproducible. With the decays of a block of 128 tokens folded into the operand that a kernel visits
-(`decayed`; p-th roots, so s' = d^(1/p) s for scores s and decays d),
+results are bitwise reproducible. With the decays of a block of 128 tokens multiplied into the operand that a kernel
+visits (`decayed`; p-th roots, so s' = d^(1/p) s for scores s and decays d),
     d s^(p−1) dB k = s'^(p−1) dB k'    and    d s^(p−1) dB q = s'^(p−1) dB q',
-so that both products of a tile read the folded operand, and only the decay between the blocks is left, one factor per
+so that both products of a tile read that operand, and only the decay between the blocks is left, one factor per
 tile.
 """
 
@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import divide_steps, even_power, odd_power
 from sympow.kernels.float16_range import (
-    FOLDED_VALUE_FACTOR,
+    FACTORED_VALUE_FACTOR,
     GRADIENT_FACTOR,
     GRADIENT_SCALES,
     KEY_LENGTH,
@@ -41,7 +41,7 @@ from sympow.kernels.hopper.common import (
     async_load,
     async_store,
     free_stage,
-    head_major,
+    gluon_head_major,
     load_rows,
     matrix,
     new_barriers,
@@ -52,8 +52,7 @@ from sympow.kernels.hopper.common import (
     sums_since,
     thread_barrier,
 )
-from sympow.kernels.hopper.decayed import BLOCK, decayed
-from sympow.kernels.hopper.folded_rows import fold_factors
+from sympow.kernels.hopper.decayed import BLOCK, decayed, multiply_factors
 from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
 from sympow.kernels.launch import ceil_div, empty_aligned, flat_grid, launch
 from sympow.kernels.running_sums import Gates
@@ -121,7 +120,7 @@ def _query_rows(
 ):  # fmt: skip
     """dq_i and q_i · dq_i for the queries of one warpgroup."""
     q_desc, v_desc, dq_desc = descriptors
-    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr, half_pointers = pointers
+    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, dq_from_state_ptr, half_pointers = pointers
     batch, head, sequence, first, begin, steps_before, steps, length, padded, chunk, first_boundary = place
     q_buffers, dy_buffers = own_buffers
     k_buffers, v_buffers = buffers
@@ -166,7 +165,7 @@ def _query_rows(
         boundary = begin // chunk
         if boundary >= first_boundary:
             state_rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
-            dq = load_rows(state_ptr, sequence, state_rows, length, D, DQ)
+            dq = load_rows(dq_from_state_ptr, sequence, state_rows, length, D, DQ)
             if GATED:
                 whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
                 dq *= gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
@@ -246,7 +245,7 @@ def _query_rows(
 @gluon.jit
 def query_gradient_kernel(
     q_desc, k_desc, decayed_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
-    whole_ptr, rest_ptr, state_ptr, bound_ptr, q_length_ptr, factor_ptr, scales_ptr,
+    whole_ptr, rest_ptr, dq_from_state_ptr, bound_ptr, q_length_ptr, factor_ptr, scales_ptr,
     length, padded, gates_padded, heads, tiles, chunk, first_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -286,7 +285,7 @@ def query_gradient_kernel(
 
     descriptors = (q_desc, v_desc, dq_desc)
     half_pointers = (bound_ptr, q_length_ptr, factor_ptr, scales_ptr)
-    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr, half_pointers)
+    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, dq_from_state_ptr, half_pointers)
     place = (batch, head, sequence, first, begin, steps_before, steps, length, padded, chunk, first_boundary)
     own_buffers = (q_buffers, dy_buffers)
     buffers = (k_buffers, v_buffers)
@@ -349,7 +348,7 @@ def _key_rows(
 ):  # fmt: skip
     """dk_j, dv_j and k_j · dk_j for the keys of one warpgroup; rows are keys here, and columns queries."""
     k_desc, q_desc, dk_desc, dv_desc = descriptors
-    (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+    (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_from_later_ptr, dv_from_later_ptr,
      scales_ptr) = pointers  # fmt: skip
     batch, kv_head, kv_sequence, first, end, length, padded, query_block, last_chunk = place
     k_buffers, v_buffers = own_buffers
@@ -383,9 +382,9 @@ def _key_rows(
     v = matrix(v_buffers, MEMBER)
     value_factor = 1.0
     if FLOAT16:
-        # In the units of the queries, which have their factors folded in (`folded_rows.FoldedRows`).
+        # In the units of the queries, times their factors (`decayed.FactoredRows`).
         unit = gl.load(scales_ptr + KEY_UNIT)
-        value_factor = gl.load(scales_ptr + FOLDED_VALUE_FACTOR)
+        value_factor = gl.load(scales_ptr + FACTORED_VALUE_FACTOR)
         gradient_factor = gl.load(scales_ptr + GRADIENT_FACTOR)
         k.store((k.load(DK).to(gl.float32) * unit).to(dtype))
         fence_async_shared()
@@ -401,9 +400,9 @@ def _key_rows(
     if WITH_STATE:
         if not last_chunk:
             state_rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
-            dk = load_rows(dk_state_ptr, kv_sequence, state_rows, length, D, DK)
+            dk = load_rows(dk_from_later_ptr, kv_sequence, state_rows, length, D, DK)
             state_rows = mine + gl.arange(0, ROWS, DV_BY_ROW)
-            dv = load_rows(dv_state_ptr, kv_sequence, state_rows, length, E, DV)
+            dv = load_rows(dv_from_later_ptr, kv_sequence, state_rows, length, E, DV)
             if GATED:
                 log_decay = (gl.load(whole_ptr + end - 1) - reference_whole).to(gl.float32)
                 since_keys = gl.exp2(log_decay + (gl.load(rest_ptr + end - 1) - reference_rest))
@@ -508,7 +507,7 @@ def _key_rows(
 @gluon.jit
 def key_gradient_kernel(
     q_desc, decayed_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, block_terms_ptr,
-    whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr, scales_ptr,
+    whole_ptr, rest_ptr, dk_from_later_ptr, dv_from_later_ptr, scales_ptr,
     length, padded, gates_padded, kv_heads, tiles, query_block, chunk, last_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr,
     BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
@@ -516,7 +515,7 @@ def key_gradient_kernel(
     """dv_j and dk_j for 128 keys, summed over the query heads that read them, and k_j · dk_j.
 
     BLOCK_TERMS: also what each block of `query_block` queries, a multiple of 128, adds to k_j · dk_j, without what lies
-    in one block of 128 tokens with the key. In float16, queries have their factors folded in.
+    in one block of 128 tokens with the key. In float16, queries are multiplied by their factors.
     """
     ROWS: gl.constexpr = k_desc.block_type.shape[2]
     OWNED: gl.constexpr = 2 * ROWS
@@ -549,7 +548,8 @@ def key_gradient_kernel(
         async_load(v_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), v_buffers.index(member))
 
     descriptors = (k_desc, q_desc, dk_desc, dv_desc)
-    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_from_later_ptr,
+    dv_from_later_ptr,
                 scales_ptr)  # fmt: skip
     place = (batch, kv_head, kv_sequence, first, end, length, padded, query_block, boundary > last_boundary)
     own_buffers = (k_buffers, v_buffers)
@@ -565,13 +565,13 @@ def key_gradient_kernel(
 
 
 def _tiles(x: Tensor, width: int) -> TensorDescriptor:
-    return head_major(x, TILE, width)
+    return gluon_head_major(x, TILE, width)
 
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, *,
-    chunk: int = 0, first_boundary: int = 0, state: Tensor | None = None,
+    chunk: int = 0, first_boundary: int = 0, dq_from_state: Tensor | None = None,
     row_gradients: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
@@ -579,8 +579,8 @@ def query_gradient(
 
     Args:
         chunk, first_boundary: as in `forward.attend`.
-        state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start of the
-            chunk; None: there are no states.
+        dq_from_state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start
+            of the chunk; None: there are no states.
         row_gradients, key_range: as in `attention.backward.query_gradient`.
     """
     split = None if gates is None else gates.split
@@ -593,12 +593,12 @@ def query_gradient(
         query_gradient_kernel, flat_grid(tiles, batch * heads),
         _tiles(q, width), _tiles(k, width), _tiles(decayed(k, split, power, to_end=True), width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dq, width), row_term, scale,
-        split and split.whole, split and split.rest, state,
+        split and split.whole, split and split.rest, dq_from_state,
         key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
         row_gradients and row_gradients.scales,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK,
-        first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None,
-        STAGES=KEY_RING,
+        first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None,
+        WITH_STATE=dq_from_state is not None, STAGES=KEY_RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
@@ -608,7 +608,7 @@ def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, *,
     block_terms: Tensor | None = None, query_block: int = 0,
-    chunk: int = 0, last_boundary: int = 0, states: tuple[Tensor, Tensor] | None = None,
+    chunk: int = 0, last_boundary: int = 0, from_later_chunks: tuple[Tensor, Tensor] | None = None,
     row_gradients: RowGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`.
@@ -616,8 +616,8 @@ def key_gradient(
     Args:
         chunk: as in `forward.attend`.
         last_boundary: with states, the last chunk boundary that has one.
-        states: dk / p and dv of what later chunks read through states, (b, h_kv, t, d) and (b, h_kv, t, e), float32,
-            without the decay to the end of the chunk; None: there are no states.
+        from_later_chunks: dk / p and dv of what later chunks read through states, (b, h_kv, t, d) and (b, h_kv, t, e),
+            float32, without the decay to the end of the chunk; None: there are no states.
         block_terms, query_block: as in `attention.backward.key_gradient`; query_block is a multiple of 128.
         row_gradients: for float16, without states; else None.
     """
@@ -627,8 +627,8 @@ def key_gradient(
     if row_gradients is None:
         later = decayed(q, split, power, to_end=False)
     else:
-        folded = fold_factors(row_gradients, split, power, kv_heads, BLOCK)
-        q, later, minus_delta = folded.q, folded.decayed, folded.minus_delta
+        factored = multiply_factors(row_gradients, split, power, kv_heads)
+        q, later, minus_delta = factored.q, factored.decayed, factored.minus_delta
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     tiles = ceil_div(length, BLOCK)
@@ -637,12 +637,12 @@ def key_gradient(
         key_gradient_kernel, flat_grid(tiles, batch * kv_heads),
         _tiles(q, width), _tiles(later, width), _tiles(k, width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dk, width), _tiles(dv, width), column_term,
-        block_terms, split and split.whole, split and split.rest, *(states or (None, None)),
+        block_terms, split and split.whole, split and split.rest, *(from_later_chunks or (None, None)),
         row_gradients and row_gradients.scales,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
         tiles * BLOCK if block_terms is None else query_block, chunk or tiles * BLOCK, last_boundary,
-        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
-        BLOCK_TERMS=block_terms is not None, STAGES=QUERY_RING, num_warps=4, maxnreg=START_REGISTERS,
-        enable_fp_fusion=True,
+        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None,
+        WITH_STATE=from_later_chunks is not None, BLOCK_TERMS=block_terms is not None, STAGES=QUERY_RING, num_warps=4,
+        maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

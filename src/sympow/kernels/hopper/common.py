@@ -23,10 +23,10 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def head_major(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def gluon_head_major(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens and `columns` entries (None: all);
     out of bounds reads are 0."""
-    return blocks_of(aligned(x).transpose(1, 2), [1, 1, rows, columns or x.shape[-1]])
+    return gluon_blocks_of(aligned(x).transpose(1, 2), [1, 1, rows, columns or x.shape[-1]])
 
 
 def padded_width(q: Tensor, v: Tensor) -> int:
@@ -34,7 +34,7 @@ def padded_width(q: Tensor, v: Tensor) -> int:
     return next(width for width in HOPPER_WIDTHS if width >= max(q.shape[-1], v.shape[-1]))
 
 
-def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:
+def gluon_blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:
     """A descriptor of x, read and written in blocks of that shape."""
     return new_descriptor(TensorDescriptor, x, block, layout=_layout(tuple(block), x.dtype))
 

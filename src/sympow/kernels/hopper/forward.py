@@ -1,14 +1,14 @@
 """Forward pass of the attention form on Hopper, and of the chunked form once φ(q) S is known
-(`state_products`), warp-specialized.
+(`states`), warp-specialized.
 
 A CTA owns 128 queries and has three partitions of warps: one warp copies tiles of keys and values to shared memory, and
 two warpgroups own 64 queries each. In a warpgroup, the scores of one tile are computed together with the product of the
 previous tile's weights with its values, and the weights of this tile are computed during the latter. The warpgroups
 wait for copies but not for each other, so while one computes weights the other's products run.
 
-Inside a block of 128 keys decays are folded into the keys (`decayed`), so that a tile of scores takes one factor, the
-decay from the end of the tile to the first query of the CTA. The last tile, on the diagonal, reads the keys as they are
-and takes one exponential per element.
+Inside a block of 128 keys decays are multiplied into the keys (`decayed`), so that a tile of scores takes one factor,
+the decay from the end of the tile to the first query of the CTA. The last tile, on the diagonal, reads the keys as they
+are and takes one exponential per element.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sympow.kernels.hopper.common import (
     async_load,
     async_store,
     free_stage,
-    head_major,
+    gluon_head_major,
     lift_weights,
     load_rows,
     matrix,
@@ -89,7 +89,7 @@ def _attend_rows(
 ):  # fmt: skip
     """y_i and Σ_j B_ij for the queries of one warpgroup."""
     q_desc, v_desc, y_desc = descriptors
-    denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, state_ptr, bound_ptr = pointers
+    denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, from_state_ptr, bound_ptr = pointers
     batch, head, sequence, first, begin, steps_before, length, chunk, first_boundary = place
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
@@ -136,7 +136,7 @@ def _attend_rows(
             )
             seen = gl.expand_dims(gl.convert_layout(denominator, SUMS_BY_ROW) != 0, 1)
             state_rows = first + MEMBER * ROWS + gl.arange(0, ROWS, SUMS_BY_ROW)
-            acc = gl.where(seen, load_rows(state_ptr, sequence, state_rows, length, E, SUMS), 0.0)
+            acc = gl.where(seen, load_rows(from_state_ptr, sequence, state_rows, length, E, SUMS), 0.0)
             if GATED:
                 whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
                 since_state = gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
@@ -242,7 +242,7 @@ def _attend_rows(
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, decayed_desc, v_desc, y_desc, denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, state_ptr,
+    q_desc, k_desc, decayed_desc, v_desc, y_desc, denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, from_state_ptr,
     bound_ptr, length, padded_length, heads, tiles, chunk, first_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -277,7 +277,7 @@ def forward_kernel(
         async_load(q_desc, [batch, head, first + member * ROWS, 0], q_ready.index(0), q_buffers.index(member))
 
     descriptors = (q_desc, v_desc, y_desc)
-    pointers = (denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, state_ptr, bound_ptr)
+    pointers = (denominator_ptr, whole_ptr, rest_ptr, state_share_ptr, from_state_ptr, bound_ptr)
     place = (batch, head, sequence, first, begin, steps_before, length, chunk, first_boundary)
     buffers = (k_buffers, v_buffers)
     gl.warp_specialize([
@@ -292,17 +292,18 @@ def forward_kernel(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, *,
-    chunk: int = 0, first_boundary: int = 0, state_share: Tensor | None = None, state: Tensor | None = None,
+    chunk: int = 0, first_boundary: int = 0, state_share: Tensor | None = None, from_state: Tensor | None = None,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32, of a call that its row of
+    `attention.engines` supports.
 
     Args:
         gates: from `gate_sums`, or None.
         chunk: tokens per chunk, a multiple of 128; 0: all in one.
         first_boundary: with states, the first chunk that sees one.
-        state_share, state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e), float32,
-            without decay since the start of the chunk; None: there are no states.
+        state_share, from_state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e),
+            float32, without decay since the start of the chunk; None: there are no states.
         key_range: of k and v, for float16, without states; else None.
     """
     split = None if gates is None else gates.split
@@ -313,12 +314,12 @@ def attend(
     width = padded_width(q, v)
     launch(
         forward_kernel, flat_grid(tiles, batch * heads),
-        head_major(q, QUERY_TILE, width), head_major(k, KEY_TILE, width),
-        head_major(decayed(k, split, power, to_end=True), KEY_TILE, width), head_major(v, KEY_TILE, width),
-        head_major(y, QUERY_TILE, width), denominator, split and split.whole, split and split.rest, state_share, state,
-        key_range and key_range.bound,
+        gluon_head_major(q, QUERY_TILE, width), gluon_head_major(k, KEY_TILE, width),
+        gluon_head_major(decayed(k, split, power, to_end=True), KEY_TILE, width), gluon_head_major(v, KEY_TILE, width),
+        gluon_head_major(y, QUERY_TILE, width), denominator, split and split.whole, split and split.rest, state_share,
+        from_state, key_range and key_range.bound,
         length, split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK, first_boundary,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None, STAGES=RING,
+        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=from_state is not None, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return y, denominator

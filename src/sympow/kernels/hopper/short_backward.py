@@ -34,7 +34,7 @@ from sympow.kernels.hopper.backward import of_unscaled_queries, plus_delta, row_
 from sympow.kernels.hopper.common import (
     async_load,
     async_store,
-    head_major,
+    gluon_head_major,
     matrix,
     new_barriers,
     pairwise_decay,
@@ -421,12 +421,12 @@ def query_gradient(
     grid = two_axis_grid(ceil_div(length, TILE), batch * heads)
     launch(
         query_gradient_kernel, grid,
-        head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
-        head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
-        key_range and key_range.bound, row_gradients and row_gradients.length, row_gradients and row_gradients.factor,
-        row_gradients and row_gradients.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0,
-        heads, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, FLAT=len(grid) == 1,
-        num_warps=4, enable_fp_fusion=True,
+        gluon_head_major(q, TILE), gluon_head_major(k, TILE), gluon_head_major(v, TILE), gluon_head_major(dy, TILE),
+        minus_delta, gluon_head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest,
+        gates and gates.to_end, key_range and key_range.bound, row_gradients and row_gradients.length,
+        row_gradients and row_gradients.factor, row_gradients and row_gradients.scales, length, minus_delta.shape[-1],
+        gates.to_end.shape[-1] if gates else 0, heads, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None,
+        STAGES=RING, FLAT=len(grid) == 1, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
@@ -443,8 +443,8 @@ def key_gradient(
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     launch(
         key_gradient_kernel, flat_grid(ceil_div(length, TILE), batch * kv_heads),
-        head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
-        head_major(dk, TILE), head_major(dv, TILE), column_term,
+        gluon_head_major(q, TILE), gluon_head_major(k, TILE), gluon_head_major(v, TILE), gluon_head_major(dy, TILE),
+        minus_delta, gluon_head_major(dk, TILE), gluon_head_major(dv, TILE), column_term,
         split and split.whole, split and split.rest, gates and gates.from_start,
         length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads,
         GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,

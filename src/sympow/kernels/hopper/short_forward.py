@@ -44,7 +44,7 @@ from sympow.kernels.float16_range import (
 from sympow.kernels.hopper.common import (
     async_load,
     async_store,
-    head_major,
+    gluon_head_major,
     lift_weights,
     matrix,
     new_barriers,
@@ -417,7 +417,8 @@ def attend(
     *,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+    """y (b, t, h, e) and the rows' denominators Σ_j B_ij (b, h, t) float32, of a call that its row of
+    `attention.engines` supports.
 
     Args:
         gates: from `gate_sums` with tiles of 64 tokens, or None.
@@ -431,9 +432,9 @@ def attend(
     # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
     launch(
         forward_kernel, flat_grid(ceil_div(length, QUERY_TILE), batch * heads),
-        head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE),
-        denominator, split and split.whole, split and split.rest, gates and gates.to_end, key_range and key_range.bound,
-        length, gates.to_end.shape[-1] if gates else 0, heads,
+        gluon_head_major(q, QUERY_TILE), gluon_head_major(k, KEY_TILE), gluon_head_major(v, KEY_TILE),
+        gluon_head_major(y, QUERY_TILE), denominator, split and split.whole, split and split.rest,
+        gates and gates.to_end, key_range and key_range.bound, length, gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

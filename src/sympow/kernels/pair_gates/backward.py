@@ -48,8 +48,8 @@ def decay_to_blocks(across_blocks_ptr, ROWS: tl.constexpr, D: tl.constexpr, BLOC
 def query_gradient_kernel(
     q_desc, near_desc, far_desc, v_desc, v_block_desc, dy_desc, minus_delta_ptr, neighbours_ptr, neighbour_weights_ptr,
     dq_ptr, across_blocks_ptr, across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h,
-    since_desc, since_ptr, low_desc, high_desc, normalizer_desc, state_share_ptr, length, padded, delta_padded, heads,
-    chunk, state_count,
+    since_desc, since_ptr, first_half_desc, second_half_desc, normalizer_desc, state_share_ptr, length, padded,
+    delta_padded, heads, chunk, state_count,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -84,11 +84,11 @@ def query_gradient_kernel(
                     even = tl.load(pointers + half * (D // 2) + i)
                     odd = tl.load(pointers + half * (D // 2) + i + 1)
                     if half == 0:
-                        kv_even = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
-                        kv_odd = low_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
+                        kv_even = first_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = first_half_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
                     else:
-                        kv_even = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
-                        kv_odd = high_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
+                        kv_even = second_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = second_half_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
                     dq = tl.dot(dy_left * even[:, None], kv_even, dq, input_precision=PRECISION)
                     other = wait_for_mma(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
@@ -181,8 +181,8 @@ def _visit_queries(
 def key_gradient_kernel(
     near_desc, v_desc, far_desc, dy_desc, q_block_desc, dy_block_desc, minus_delta_ptr, neighbours_ptr, dk_ptr, dv_desc,
     crossing_ptr, across_blocks_ptr, across_tiles_ptr, document_end_ptr, k_ptr, k_stride_b, k_stride_t, k_stride_h,
-    until_desc, until_ptr, low_desc, high_desc, normalizer_desc, length, padded, delta_padded, kv_heads, chunk,
-    state_count, spacing,
+    until_desc, until_ptr, first_half_desc, second_half_desc, normalizer_desc, length, padded, delta_padded, kv_heads,
+    chunk, state_count, spacing,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
     CROSSING: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -222,9 +222,9 @@ def key_gradient_kernel(
                 for i in tl.range(0, D // 2):
                     entry = tl.load(pointers + half * (D // 2) + i)
                     if half == 0:
-                        dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        dkv = first_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     else:
-                        dkv = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        dkv = second_half_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
                     dk = wait_for_mma(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
@@ -331,15 +331,15 @@ def _state_arguments(x: Tensor, chunked: QueryStates | KeyStates | None, rows: i
     if chunked is None:
         return (x, *x.stride()[:3], None, None, None, None, None), (2 * length + 4096, 0)
     states, tokens, decay = chunked[:3]
-    value_dim, dim = states.low.shape[-2:]
+    value_dim, dim = states.first_half.shape[-2:]
     assert states.chunk % rows == 0
     descriptors = (
-        blocks_of(states.low.flatten(0, 2), [1, 1, value_dim, dim]),
-        blocks_of(states.high.flatten(0, 2), [1, 1, value_dim, dim]),
+        blocks_of(states.first_half.flatten(0, 2), [1, 1, value_dim, dim]),
+        blocks_of(states.second_half.flatten(0, 2), [1, 1, value_dim, dim]),
         blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim]),
     )
     read = (tokens, *tokens.stride()[:3], head_major(tokens, (rows, dim)), decay, *descriptors)
-    return read, (states.chunk, states.low.shape[2])
+    return read, (states.chunk, states.count)
 
 
 def query_gradient(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.attention.forward import query_state
+from sympow.kernels.attention.forward import read_state
 from sympow.kernels.common import (
     INTERPRETED,
     Documents,
@@ -60,9 +60,9 @@ def in_product_layout(x, D: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def forward_kernel(
     q_desc, near_desc, far_desc, v_desc, v_block_desc, y_desc, denominator_ptr, neighbours_ptr, across_blocks_ptr,
-    across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h, since_desc, q_half_desc, low_desc,
-    high_desc, normalizer_desc, state_share_ptr, length, padded, heads, chunk, state_count,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, HIGH_COLUMN: tl.constexpr,
+    across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h, since_desc, q_half_desc,
+    first_half_desc, second_half_desc, normalizer_desc, state_share_ptr, length, padded, heads, chunk, state_count,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, SECOND_COLUMN: tl.constexpr,
     DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -91,10 +91,10 @@ def forward_kernel(
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, denominator = query_state(
+            acc, denominator = read_state(
                 acc, since, q_low, q_high, pointers, tl.full((ROWS,), 1.0, tl.float32), rows, length, q_stride_t,
-                low_desc, high_desc, normalizer_desc, (kv_sequence * state_count + boundary - 1).to(tl.int32),
-                D, E, D // 2, HIGH_COLUMN, PRECISION,
+                first_half_desc, second_half_desc, normalizer_desc,
+                (kv_sequence * state_count + boundary - 1).to(tl.int32), D, E, D // 2, SECOND_COLUMN, PRECISION,
             )  # fmt: skip
             tl.store(state_share_ptr + sequence * length + rows, denominator, mask=rows < length)
 
@@ -173,16 +173,16 @@ def attend(
     y = empty_aligned(v, batch, length, heads, value_dim)
     denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
     state_share: Tensor | None = None
-    since_desc = q_half_desc = low_desc = high_desc = normalizer_desc = None
-    chunk, state_count, high_column = length + rows, 0, 0
+    since_desc = q_half_desc = first_half_desc = second_half_desc = normalizer_desc = None
+    chunk, state_count, second_column = length + rows, 0, 0
     source = q
     if states is not None:
         assert since is not None and states.chunk % rows == 0
         state_share = torch.zeros_like(denominator)
-        chunk, state_count, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - dim // 2
+        chunk, state_count, second_column = states.chunk, states.count, states.second_half.shape[-1] - dim // 2
         since_desc, q_half_desc = head_major(since, (rows, dim)), head_major(since, (rows, dim // 2))
-        low_desc = blocks_of(states.low.flatten(0, 2), [1, 1, value_dim, dim // 2])
-        high_desc = blocks_of(states.high.flatten(0, 2), [1, 1, value_dim, dim // 2])
+        first_half_desc = blocks_of(states.first_half.flatten(0, 2), [1, 1, value_dim, dim // 2])
+        second_half_desc = blocks_of(states.second_half.flatten(0, 2), [1, 1, value_dim, dim // 2])
         normalizer_desc = blocks_of(states.normalizer.flatten(0, 2), [1, dim, dim])
         source = since
     launch(
@@ -190,10 +190,10 @@ def attend(
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(y, (rows, value_dim)),
         denominator, neighbours, tables.across_blocks, tables.across_tiles, documents and documents.start,
-        source, *source.stride()[:3], since_desc, q_half_desc, low_desc, high_desc, normalizer_desc, state_share,
-        length, neighbours.shape[-1], heads, chunk, state_count,
+        source, *source.stride()[:3], since_desc, q_half_desc, first_half_desc, second_half_desc, normalizer_desc,
+        state_share, length, neighbours.shape[-1], heads, chunk, state_count,
         GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=states is not None,
-        HIGH_COLUMN=high_column, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
+        SECOND_COLUMN=second_column, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
         COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, **register_limit(registers),
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -1,9 +1,12 @@
-"""The PyTorch operator for the attention and chunked forms with a gate per rotated pair, and its tiles (`tiles_for`).
+"""The PyTorch operator for the attention and chunked forms with a gate per rotated pair, and its tiles
+(`pair_tiles_for`).
 
 As for one gate per head (`attention.op`), the operator takes and returns only tensors and numbers.
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ from sympow.kernels.pair_gates.gate_gradient import crossing_sums, gate_gradient
 from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_scores
 from sympow.kernels.pair_gates.states import chunk_decays, scan_pairs
 from sympow.kernels.running_sums import drift_spacing
-from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
+from sympow.kernels.states.quadratic import ChunkStates, QueryTerms, chunk_sums, update
 
 # Tiles for heads of up to 64 and above, each with those of an H200 first, as in `attention.op`.
 NARROW = (
@@ -60,12 +63,12 @@ WIDE = (
 )
 
 
-def tiles_for(x: Tensor) -> Tiles:
+def pair_tiles_for(x: Tensor) -> Tiles:
     """The tiles for heads like those of x (…, d), keys and values alike, on its device."""
-    return choose_tiles(x.shape[-1], limits_of(x))
+    return choose_pair_tiles(x.shape[-1], limits_of(x))
 
 
-def choose_tiles(dim: int, limits: Limits) -> Tiles:
+def choose_pair_tiles(dim: int, limits: Limits) -> Tiles:
     """The tiles for heads of `dim` entries on a GPU with these limits."""
     return first_fitting(WIDE if dim > 64 else NARROW, limits)
 
@@ -80,12 +83,12 @@ def fused_pair_attention(
     document_end: Tensor | None,
     power: int,
     chunk: int,
-    train: bool,
+    needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The attention or chunked form (p = 2). Returns y (b, t, h, e); the rows' denominators (b, h, t) for queries
-    scaled by `attention.op.query_scales`; and for the backward pass the scores within blocks, the states (low, high and
-    normalizer of `ChunkStates`), and φ(q) Z of each row's state, (b, h, t) float32. The last four are None if there is
-    only one chunk, as in the attention form.
+    scaled by `attention.op.query_scales`; and for the backward pass the scores within blocks, the states (first_half,
+    second_half and normalizer of `ChunkStates`), and φ(q) Z of each row's state, (b, h, t) float32. The last four are
+    None if there is only one chunk, as in the attention form.
 
     Args:
         q, k, v: as in `sympow.attention`, already rotated, all with the same head dimension, a power of two from 16 on.
@@ -93,19 +96,21 @@ def fused_pair_attention(
         document_start, document_end: as in `common.Documents`, or None.
         power: p = 2.
         chunk: tokens per chunk, a multiple of 128; 0: the attention form.
-        train: whether the backward pass will run, which needs all d² features of the states.
+        needs_grad: whether the backward pass will run, which needs all d² features of the states.
     """
     _check(q, v, power)
     log_gamma = log_gamma.contiguous()
     tables = decay_tables(log_gamma, q.shape[-1], power)
-    tiles, states, q_since = tiles_for(q), None, None
+    tiles, states, q_since = pair_tiles_for(q), None, None
     neighbours, q_near = neighbour_scores(q, k, log_gamma, power)
     if chunk and q.shape[1] > chunk:
         across, since, until = chunk_decays(tables, chunk)
         near, far, k_until = decay_keys(k, log_gamma, tables, power, until)
         _, _, q_since, _ = decay_queries(q, log_gamma, tables, power, since)
         assert k_until is not None
-        chunks = chunk_sums(k_until, v, k.shape[2], None, chunk, full=train, **tiles.states)
+        chunks = chunk_sums(
+            k_until, v, k.shape[2], None, chunk, full=needs_grad, update=partial(update, **tiles.states)
+        )
         assert chunks is not None
         states, _ = scan_pairs(chunks, across)
     else:
@@ -114,7 +119,7 @@ def fused_pair_attention(
     y, denominator, state_share = attend(
         q_near, near, far, v, neighbours, tables, states=states, since=q_since, documents=documents, **tiles.forward
     )
-    kept = (None,) * 4 if states is None else (states.low, states.high, states.normalizer, state_share)
+    kept = (None,) * 4 if states is None else (states.first_half, states.second_half, states.normalizer, state_share)
     return y.contiguous(), denominator, neighbours, *kept
 
 
@@ -128,23 +133,23 @@ def _(
     document_end: Tensor | None,
     power: int,
     chunk: int,
-    train: bool,
+    needs_grad: bool,
 ) -> tuple[Tensor | None, ...]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     padded = -(-length // LARGEST_TILE) * LARGEST_TILE
-    low = high = normalizer = state_share = None
+    first_half = second_half = normalizer = state_share = None
     if chunk and length > chunk:
         count = -(-length // chunk) - 1
-        low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
-        high = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim if train else dim // 2)
+        first_half = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
+        second_half = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim if needs_grad else dim // 2)
         normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
         state_share = q.new_empty(batch, heads, length, dtype=torch.float32)
     return (
         q.new_empty(batch, length, heads, value_dim),
         q.new_empty(batch, heads, length, dtype=torch.float32),
         q.new_empty(batch, heads, BLOCK, padded, dtype=torch.float32),
-        *(low, high, normalizer, state_share),
+        *(first_half, second_half, normalizer, state_share),
     )
 
 
@@ -169,19 +174,19 @@ def _attend_pairs_backward(
 
     Args:
         dy, d_denominator: gradients of y and of the rows' denominators that `sympow::attend_pairs` returned.
-        saved: the outputs low, high, normalizer and past of `sympow::attend_pairs`.
+        saved: the outputs first_half, second_half, normalizer and state_share of `sympow::attend_pairs`.
         the rest: inputs and outputs of `sympow::attend_pairs`.
     """
-    tiles, length = tiles_for(q), q.shape[1]
+    tiles, length = pair_tiles_for(q), q.shape[1]
     documents = _documents(document_start, document_end)
     log_gamma = log_gamma.contiguous()
     # Recomputed: saving these tables and the decayed tokens would double the memory for queries and keys in training.
     tables = decay_tables(log_gamma, q.shape[-1], power)
     divided, minus_delta = prepare(y, dy, denominator, d_denominator)
-    low, high, normalizer, state_share = saved
+    first_half, second_half, normalizer, state_share = saved
     states = None
-    if low is not None and high is not None and normalizer is not None:
-        states = ChunkStates(low, high, normalizer, chunk)
+    if first_half is not None and second_half is not None and normalizer is not None:
+        states = ChunkStates(first_half, second_half, normalizer, chunk)
     across = since = until = read = exact = None
     if states is not None:
         across, since, until = chunk_decays(tables, chunk)
@@ -193,18 +198,18 @@ def _attend_pairs_backward(
         q_near, near, far, v, divided, minus_delta, neighbours, tables, chunked=read, documents=documents, **tiles.query
     )
     spacing = drift_spacing(length)
-    reverse = None
+    key_states = None
     if read is not None and across is not None and until is not None and k_until is not None:
         chunks = chunk_sums(
-            read.tokens, divided, k.shape[2], None, chunk, full=True, factor=minus_delta, state_share=state_share,
-            reverse=True, **tiles.states,
+            read.tokens, divided, k.shape[2], None, chunk, full=True, queries=QueryTerms(minus_delta, read.state_share),
+            update=partial(update, **tiles.states),
         )  # fmt: skip
         assert chunks is not None
         gradients, exact = scan_pairs(chunks, across, read.states)
-        reverse, spacing = KeyStates(gradients, k_until, until), chunk
+        key_states, spacing = KeyStates(gradients, k_until, until), chunk
     key_part, dv, crossing = key_gradient(
-        near, v, q_near, q_far, divided, minus_delta, neighbours, tables, chunked=reverse,
-        documents=documents, spacing=spacing if reverse is None and length > spacing else 0, **tiles.key,
+        near, v, q_near, q_far, divided, minus_delta, neighbours, tables, chunked=key_states,
+        documents=documents, spacing=spacing if key_states is None and length > spacing else 0, **tiles.key,
     )  # fmt: skip
     if crossing is not None:
         exact = crossing_sums(crossing, spacing)

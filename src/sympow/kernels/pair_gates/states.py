@@ -50,7 +50,7 @@ def _scan_block(
 
 @triton.jit
 def scan_pairs_kernel(
-    xs, outs, others, product_ptr, decay_ptr, value_dim, state_count, chunks, high_columns,
+    xs, outs, others, product_ptr, decay_ptr, value_dim, state_count, chunks, second_columns,
     D: tl.constexpr, REVERSE: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """state_s = x_s + (d_i d_a) state_{s−1} over the boundaries s, where d is the decay of each entry across the chunk
@@ -59,7 +59,7 @@ def scan_pairs_kernel(
     one entry i.
     """
     low_blocks = D // 2 * value_dim * D // BLOCK
-    high_blocks = D // 2 * value_dim * high_columns // BLOCK
+    high_blocks = D // 2 * value_dim * second_columns // BLOCK
     program, sequence = split_program_id(low_blocks + high_blocks + D * D // BLOCK)
     products = low_blocks + high_blocks
     if program < low_blocks:
@@ -71,8 +71,8 @@ def scan_pairs_kernel(
     elif program < low_blocks + high_blocks:
         _scan_block(
             program - low_blocks, sequence, xs[1], outs[1], others[1], product_ptr + program if MULTIPLIED else None,
-            products, decay_ptr, D // 2, D - high_columns, high_columns, value_dim * high_columns,
-            D // 2 * value_dim * high_columns, state_count, chunks, D, REVERSE, MULTIPLIED, BLOCK,
+            products, decay_ptr, D // 2, D - second_columns, second_columns, value_dim * second_columns,
+            D // 2 * value_dim * second_columns, state_count, chunks, D, REVERSE, MULTIPLIED, BLOCK,
         )  # fmt: skip
     else:
         _scan_block(
@@ -112,24 +112,24 @@ def scan_pairs(
         the states; and the inner products by pair, Σ S_ia S'_ia + Z_ia Z'_ia over a and the entries i of the pair,
         (b, h_kv, n, d/2) float64, or None.
     """
-    batch, heads, state_count, half, value_dim, dim = chunks.low.shape
+    batch, heads, state_count, half, value_dim, dim = chunks.first_half.shape
     assert not chunks.started and chunks.first == 1
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
-    high_columns = chunks.high.shape[-1]
-    block = min(1024, value_dim * high_columns, dim * dim)
-    programs = half * value_dim * (dim + high_columns) // block
+    second_columns = chunks.second_half.shape[-1]
+    block = min(1024, value_dim * second_columns, dim * dim)
+    programs = half * value_dim * (dim + second_columns) // block
     products, others = None, (None, None)
     if other is not None:
-        assert high_columns == dim
-        products = chunks.low.new_empty(batch, heads, state_count, programs, dtype=torch.float32)
-        others = (other.low, other.high)
+        assert second_columns == dim
+        products = chunks.first_half.new_empty(batch, heads, state_count, programs, dtype=torch.float32)
+        others = (other.first_half, other.second_half)
     launch(
         scan_pairs_kernel, ((programs + dim * dim // block) * batch * heads,),
-        (chunks.low, chunks.high, chunks.normalizer), (chunks.low, chunks.high, normalizer), others, products, decays,
-        value_dim, state_count, decays.shape[2], high_columns,
+        (chunks.first_half, chunks.second_half, chunks.normalizer), (chunks.first_half, chunks.second_half,
+        normalizer), others, products, decays, value_dim, state_count, decays.shape[2], second_columns,
         D=dim, REVERSE=chunks.reverse, MULTIPLIED=other is not None, BLOCK=block, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    states = ChunkStates(chunks.low, chunks.high, normalizer, chunks.chunk)
+    states = ChunkStates(chunks.first_half, chunks.second_half, normalizer, chunks.chunk)
     if other is None or products is None:
         return states, None
     by_entry = products.unflatten(3, (dim, -1)).sum(-1, dtype=torch.float64)

@@ -3,7 +3,7 @@
 After a chunk that ends at R, with every key decayed to R,
     S_ia = Σ_{j≤R} exp(G_R − G_j) k_i k_a v_j      Z_ia = Σ_{j≤R} exp(G_R − G_j) k_i k_a,
 computed in three steps:
-1. `fold_kernel` writes the keys times exp(G_R − G_j), transposed, and computes Z of each chunk alone;
+1. `decay_and_transpose_kernel` writes the keys times exp(G_R − G_j), transposed, and computes Z of each chunk alone;
 2. `update_kernel` computes S of each chunk alone: for each entry i of the key a product (v * k_i)ᵀ k, its left operand
    computed in registers;
 3. `scan_kernel` adds up the chunks, decaying the state carried between them.
@@ -14,9 +14,9 @@ state starts it and that of the initial state is its end. Where the start arrive
 takes the first two steps without it, `end_alone` computes the end of a scan from zero, and `scan_sums` takes the third
 step later.
 
-S is symmetric in (i, a). The entries i ≥ d/2 are stored apart (`high`). Their a < d/2 are not computed; if gradients
-need all features, `mirror_kernel` copies them. `sympow.kernels.states.reference.chunk_states_reference` is the plain
-PyTorch reference.
+S is symmetric in (i, a). The entries i ≥ d/2 are stored apart (`second_half`). Their a < d/2 are not computed; if
+gradients need all features, `mirror_kernel` copies them. `sympow.kernels.states.reference.chunk_states_reference` is
+the plain PyTorch reference.
 
 The kernels for p = 4 (`quartic`) take the same two steps, update and scan, but share no code with these: an update
 there multiplies pairs of entries instead of entries, and its scan applies multinomial coefficients and has no start or
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,14 +37,15 @@ from torch import Tensor
 from sympow.kernels.common import divide_steps, dot_precision, split_program_id, wait_for_mma
 from sympow.kernels.device_limits import limits_of, register_limit
 from sympow.kernels.float16_range import GRADIENT_FACTOR, KEY_LENGTH, VALUE_FACTOR, StateScales
-from sympow.kernels.launch import blocks_of, ceil_div, flat_grid, head_major, launch
+from sympow.kernels.launch import aligned, blocks_of, ceil_div, flat_grid, head_major, launch
+from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.full_state import FullState
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
-# Registers per thread of the fold kernel. With at most 80, six CTAs fit on a multiprocessor, and all CTAs of a call on
-# 65,536 tokens run at once.
-FOLD_REGISTERS = 80
+# Registers per thread of `decay_and_transpose_kernel`. With at most 80, six CTAs fit on a multiprocessor, and all CTAs
+# of a call on 65,536 tokens run at once.
+TRANSPOSE_REGISTERS = 80
 # Numbers of a state that a CTA mirrors.
 MIRROR_SIZE = 8192
 # The kernels compute S_i of up to this many entries i together.
@@ -60,19 +61,24 @@ class ChunkStates:
     """n states at chunk boundaries; boundary b lies after b chunks.
 
     Attributes:
-        low: S_i for i < d/2, (b, h_kv, n, d/2, e, d), in the dtype of the inputs.
-        high: S_i for i ≥ d/2, (b, h_kv, n, d/2, e, d), or (…, d/2) for a ≥ d/2 only. Where keys are padded, their last
-            entries are zero, and those S_i are left out: fewer than d/2 remain.
+        first_half: S_i for i < d/2, (b, h_kv, n, d/2, e, d), in the dtype of the inputs.
+        second_half: S_i for i ≥ d/2, (b, h_kv, n, d/2, e, d), or (…, d/2) for a ≥ d/2 only. Where keys are padded,
+            their last entries are zero, and those S_i are left out: fewer than d/2 remain.
         normalizer: Z, (b, h_kv, n, d, d).
         chunk: tokens between two boundaries.
         first: the boundary of the first state: 0 if there is an initial state, else 1.
     """
 
-    low: Tensor
-    high: Tensor
+    first_half: Tensor
+    second_half: Tensor
     normalizer: Tensor
     chunk: int
     first: int = 1
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return self.first_half.shape[2]
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class ChunkSums:
     """The sums of each chunk alone: `ChunkStates` before the scan.
 
     Attributes:
-        low, high: as in `ChunkStates`; float32 if `precise`.
+        first_half, second_half: as in `ChunkStates`; float32 if `precise`.
         normalizer: (b, h_kv, n, d, d) float32.
         dtype: of the states.
         gate_sums: G, (b, h_kv, t) float64; None without gates.
@@ -90,11 +96,11 @@ class ChunkSums:
         started: whether the scan starts from a given state, so that its first boundary has no chunk of its own.
         reverse: whether a chunk counts at the boundary before it, and the scan runs backwards from the last
             boundary.
-        scales: of float16 states, which `low`, `high` and the scanned states have; else None.
+        scales: of float16 states, which `first_half`, `second_half` and the scanned states have; else None.
     """
 
-    low: Tensor
-    high: Tensor
+    first_half: Tensor
+    second_half: Tensor
     normalizer: Tensor
     dtype: torch.dtype
     gate_sums: Tensor | None
@@ -107,7 +113,21 @@ class ChunkSums:
 
     @property
     def tensors(self) -> StateTensors:
-        return self.normalizer, self.low, self.high
+        return self.normalizer, self.first_half, self.second_half
+
+
+class QueryTerms(NamedTuple):
+    """What a sum over queries and output gradients reads of them besides.
+
+    Attributes:
+        minus_delta: −δ, the weight of each query in Z, (b, h, ≥ t) float32.
+        state_share: φ(q) Z of each query's state (`forward.attend`), (b, h, t): queries with 0 do not count.
+        factor: of each query, as long as `minus_delta`; for float16, else None.
+    """
+
+    minus_delta: Tensor
+    state_share: Tensor
+    factor: Tensor | None = None
 
 
 @triton.jit
@@ -119,8 +139,8 @@ def sum_at(gate_sums_ptr, boundary, chunk, length):
 
 @triton.jit
 def _token_weights(
-    gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, amount, factor_scale, reference, step, tiles,
-    sequence, chunk_start, length, factor_padded,
+    gate_sums_ptr, minus_delta_ptr, factor_ptr, state_share_ptr, amount, delta_scale, reference, step, tiles,
+    sequence, chunk_start, length, padded,
     GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """The weights in S and in Z of the tokens of a step's tile, (TOKENS,) each; `sequence` is that of the first of
@@ -144,19 +164,19 @@ def _token_weights(
         state_share = tl.load(state_share_ptr + sequence * length + tokens, mask=inside, other=0.0)
         decay = tl.where(state_share == 0, 0.0, decay)
         if FLOAT16:
-            decay *= tl.load(token_factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
-        factor = tl.load(factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
+            decay *= tl.load(factor_ptr + sequence * padded + tokens, mask=inside, other=0.0)
+        minus_delta = tl.load(minus_delta_ptr + sequence * padded + tokens, mask=inside, other=0.0)
         if FLOAT16:
-            factor *= factor_scale
-        return decay, decay * factor
+            minus_delta *= delta_scale
+        return decay, decay * minus_delta
     else:
         return decay, decay
 
 
 @triton.jit
-def fold_kernel(
-    x_desc, gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, scales_ptr, transposed_ptr, normalizer_ptr,
-    length, all_tiles, factor_padded, kv_heads, chunk_count,
+def decay_and_transpose_kernel(
+    x_desc, gate_sums_ptr, minus_delta_ptr, factor_ptr, state_share_ptr, scales_ptr, decayed_transposed_ptr,
+    normalizer_ptr, length, all_tiles, padded, kv_heads, chunk_count,
     state_count, first_chunk, first_state, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, FLOAT16: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0,
@@ -164,7 +184,7 @@ def fold_kernel(
     """Decayed, transposed tokens of a chunk, and Z of the chunk alone.
 
     REVERSE: tokens are queries, decayed to the end of the previous chunk; those that did not see their state count as
-    zero, and Z has a further factor per token. FLOAT16: transposed tokens have a scale (`float16_range`), and in
+    zero, and Z has the further weight −δ per token. FLOAT16: transposed tokens have a scale (`float16_range`), and in
     reverse a factor per token.
     """
     step_chunk, kv_sequence = split_program_id(chunk_count, tl.int32)
@@ -180,43 +200,43 @@ def fold_kernel(
     normalizer = tl.zeros((D, D), tl.float32)
     first_sequence = (kv_sequence * GROUP).to(tl.int64)
     amount = 1.0
-    factor_scale = 1.0
+    delta_scale = 1.0
     if FLOAT16:
         scales_ptr += kv_sequence * SCALES
         token_scale = tl.load(scales_ptr + TOKEN_SCALE)
         amount = token_scale
         if REVERSE:
             amount *= tl.load(scales_ptr + GRADIENT_FACTOR)
-            factor_scale = 1.0 / tl.load(scales_ptr + KEY_LENGTH)
+            delta_scale = 1.0 / tl.load(scales_ptr + KEY_LENGTH)
     decay, weight = _token_weights(
-        gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, amount, factor_scale, reference, 0, tiles,
-        first_sequence, chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, FLOAT16,
+        gate_sums_ptr, minus_delta_ptr, factor_ptr, state_share_ptr, amount, delta_scale, reference, 0, tiles,
+        first_sequence, chunk_start, length, padded, GROUP, GATED, REVERSE, TOKENS, FLOAT16,
     )  # fmt: skip
     for step in tl.range(0, GROUP * tiles):
         member, tile = divide_steps(step, tiles, GROUP)
         start = chunk_start + tile * TOKENS
         # Loaded a step ahead by hand: the compiler only pipelines the operands of products.
         next_decay, next_weight = _token_weights(
-            gate_sums_ptr, factor_ptr, token_factor_ptr, state_share_ptr, amount, factor_scale, reference, step + 1,
-            tiles, first_sequence, chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, FLOAT16,
+            gate_sums_ptr, minus_delta_ptr, factor_ptr, state_share_ptr, amount, delta_scale, reference, step + 1,
+            tiles, first_sequence, chunk_start, length, padded, GROUP, GATED, REVERSE, TOKENS, FLOAT16,
         )  # fmt: skip
         x = x_desc.load([batch, kv_head * GROUP + member, start, 0]).reshape(TOKENS, D)
         decayed = (x * decay[:, None]).to(x.dtype)
         weighted = (x * weight[:, None]).to(x.dtype) if REVERSE else decayed
         target = ((first_sequence + member) * all_tiles + index * tiles + tile) * (D * TOKENS)
-        tl.store(transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
+        tl.store(decayed_transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
         normalizer = wait_for_mma(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
         decay, weight = next_decay, next_weight
     if FLOAT16:
-        normalizer /= token_scale * factor_scale
+        normalizer /= token_scale * delta_scale
     out = normalizer_ptr + (kv_sequence * state_count + state_index).to(tl.int64) * D * D
     tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
 
 
 @triton.jit
 def update_kernel(
-    x_desc, y_desc, transposed_desc, out_desc, scales_ptr, all_tiles, kv_heads, chunk_count, state_count, first_chunk,
-    first_state, chunk, first_entry, first_column, out_column, groups,
+    x_desc, y_desc, decayed_transposed_desc, out_desc, scales_ptr, all_tiles, kv_heads, chunk_count, state_count,
+    first_chunk, first_state, chunk, first_entry, first_column, out_column, groups,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     FLOAT16: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
@@ -238,7 +258,7 @@ def update_kernel(
         x = x_desc.load([batch, head, start, first_column]).reshape(TOKENS, COLUMNS)
         sums = ()
         for n in tl.static_range(ENTRIES):
-            x_entry = transposed_desc.load([row + n, 0]).reshape(TOKENS)
+            x_entry = decayed_transposed_desc.load([row + n, 0]).reshape(TOKENS)
             product = tl.dot(y * x_entry[None, :], x, accs[n], input_precision=PRECISION)
             # Waiting for the last product waits for all.
             sums = sums + (wait_for_mma(product) if n == ENTRIES - 1 else product,)
@@ -256,36 +276,37 @@ def update_kernel(
 
 @triton.jit
 def mirror_kernel(
-    low_ptr, high_ptr, chunk_count, state_count, first_state,
-    HALF_DIM: tl.constexpr, HIGH: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    first_half_ptr, second_half_ptr, chunk_count, state_count, first_state,
+    HALF_DIM: tl.constexpr, SECOND_HALF: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """S_ia = S_ai for HIGH entries i in the upper and all a in the lower half; ROWS of the e entries of the values."""
+    """S_ia = S_ai for SECOND_HALF entries i in the upper and all a in the lower half; ROWS of the e entries of the
+    values."""
     block, rest = split_program_id(E // ROWS)
     state = rest // chunk_count * state_count + rest % chunk_count + first_state
     rows = (block * ROWS + tl.arange(0, ROWS))[None, :, None]
     major, minor = tl.arange(0, HALF_DIM)[:, None, None], tl.arange(0, HALF_DIM)[None, None, :]
     offsets = (major * E + rows) * (2 * HALF_DIM) + minor
-    low_ptr += state * (HALF_DIM * E * 2 * HALF_DIM) + HALF_DIM
-    high_ptr += state * (HIGH * E * 2 * HALF_DIM)
-    block = tl.permute(tl.load(low_ptr + offsets, mask=minor < HIGH), (2, 1, 0))
-    tl.store(high_ptr + offsets, block, mask=major < HIGH)
+    first_half_ptr += state * (HALF_DIM * E * 2 * HALF_DIM) + HALF_DIM
+    second_half_ptr += state * (SECOND_HALF * E * 2 * HALF_DIM)
+    block = tl.permute(tl.load(first_half_ptr + offsets, mask=minor < SECOND_HALF), (2, 1, 0))
+    tl.store(second_half_ptr + offsets, block, mask=major < SECOND_HALF)
 
 
-def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
-    """Fills the columns a < d/2 of `high` with those a ≥ d/2 of `low`."""
-    batch, heads, state_count, half, value_dim, _ = low.shape
+def _mirror(first_half: Tensor, second_half: Tensor, where: tuple[int, ...]) -> None:
+    """Fills the columns a < d/2 of `second_half` with those a ≥ d/2 of `first_half`."""
+    batch, heads, state_count, half, value_dim, _ = first_half.shape
     count, _, _, first_state, _ = where
     rows = min(value_dim, max(1, MIRROR_SIZE // half**2))
     launch(
         mirror_kernel,
         flat_grid(value_dim // rows, count, batch * heads),
-        low,
-        high,
+        first_half,
+        second_half,
         count,
         state_count,
         first_state,
         HALF_DIM=half,
-        HIGH=high.shape[3],
+        SECOND_HALF=second_half.shape[3],
         E=value_dim,
         ROWS=rows,
         num_warps=4,
@@ -436,8 +457,8 @@ def boundaries_with_states(length: int, chunk: int, initial: bool, return_state:
     return (0 if initial else 1), (chunks if return_state else chunks - 1)
 
 
-def entries_of_high(dim: int, key_dim: int | None) -> int:
-    """How many entries i ≥ d/2 of padded keys (b, t, h_kv, d) have an S_i in `ChunkStates.high`.
+def entries_of_second_half(dim: int, key_dim: int | None) -> int:
+    """How many entries i ≥ d/2 of padded keys (b, t, h_kv, d) have an S_i in `ChunkStates.second_half`.
 
     Args:
         key_dim: entries after which the keys are padded with zeros; None: all d of them.
@@ -447,45 +468,71 @@ def entries_of_high(dim: int, key_dim: int | None) -> int:
     return min(half, max(ENTRY_MULTIPLE, wanted))
 
 
+def update(
+    x: Tensor, y: Tensor, decayed_transposed: Tensor, out: Tensor, where: tuple[int, ...], first_entry: int,
+    columns: int, scales: StateScales | None = None,
+    *, entries: int = 2, warps: int = 4, stages: int = 3, registers: int | None = None,
+) -> None:  # fmt: skip
+    """Writes the last columns of S_i of each chunk for half of the entries i, from `first_entry` on.
+
+    Args:
+        x, y, scales: as in `chunk_sums`.
+        decayed_transposed: what `decay_and_transpose_kernel` writes, (b, h, tiles, d, 64).
+        out: a half of `ChunkSums`, (b, h_kv, n, ≤ d/2, e, d) or (…, columns).
+        where: chunks, states per sequence, first chunk, first state, and tokens per chunk.
+        columns: how many of the columns a of S_ia are computed.
+    """
+    batch, _, heads, dim = x.shape
+    kv_heads, value_dim = out.shape[1], out.shape[4]
+    together = entries * dim // columns  # as many as fit in registers
+    groups = out.shape[3] // together
+    launch(
+        update_kernel, flat_grid(groups, where[0], batch * kv_heads),
+        head_major(x, (TILE_TOKENS, columns)), head_major(y, (TILE_TOKENS, value_dim)),
+        blocks_of(decayed_transposed.flatten(0, 3), [1, TILE_TOKENS]),
+        blocks_of(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
+        decayed_transposed.shape[2], kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
+        GROUP=heads // kv_heads, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together,
+        PRECISION=dot_precision(x.dtype), TOKENS=TILE_TOKENS, STAGES=stages, **_token_scales(scales),
+        **({} if scales is None else {"KV_SCALE": scales.kv_column}),
+        num_warps=warps, **register_limit(registers), enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _token_scales(scales: StateScales | None) -> dict[str, Any]:
+    """The arguments of both kernels that say where the scales of tokens are."""
+    return {} if scales is None else {"FLOAT16": True, "SCALES": scales.columns, "TOKEN_SCALE": scales.token_column}
+
+
 def chunk_sums(
     x: Tensor,
     y: Tensor,
     kv_heads: int,
-    gate_sums: Tensor | None,
+    gates: Gates | None,
     chunk: int,
     *,
+    queries: QueryTerms | None = None,
     full: bool = False,
-    factor: Tensor | None = None,
-    state_share: Tensor | None = None,
-    reverse: bool = False,
     boundaries: tuple[int, int] | None = None,
     precise: bool = False,
     key_dim: int | None = None,
     scales: StateScales | None = None,
-    token_factor: Tensor | None = None,
-    entries: int = 2,
-    warps: int = 4,
-    stages: int = 3,
-    registers: int | None = None,
-    update: Callable[..., None] | None = None,
+    update: Callable[..., None] = update,
 ) -> ChunkSums | None:
     """The sums of each chunk alone, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e); None without boundaries.
 
     Args:
+        queries: sums over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
         full: return all d² features, also those that symmetry makes redundant.
-        factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
-        state_share: φ(q) Z of each query's state (`forward.attend`), (b, h, t): queries with 0 do not count; only with
-            `reverse`.
-        reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
         boundaries: the first and the last with a state; None: those between chunks. The first is 0 or 1, the last that
             between the last two chunks or that after the last one. Boundary 0, or in reverse the one after the last
             chunk, is for the start of the scan.
         precise: keep S in float32.
         key_dim: entries of x after which it is padded with zeros; None: all d of them.
-        update: what computes S instead of `update_kernel`: `hopper.state_updates.update`.
         scales: of float16 states or their gradients; else None.
-        token_factor: (b, h, ≥ t), factor of each query, as long as `factor`; for float16 and with `reverse`, else None.
+        update: what computes S: `update` above with its tiles, or that of `hopper.states`.
     """
+    x, y = aligned(x), aligned(y)
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
     chunks = ceil_div(length, chunk)
@@ -493,57 +540,40 @@ def chunk_sums(
     state_count = last - first + 1
     if state_count == 0:
         return None
+    gate_sums = None if gates is None else gates.sums
+    reverse = queries is not None
     half_dim = dim // 2
-    high_entries = entries_of_high(dim, key_dim)
+    second_entries = entries_of_second_half(dim, key_dim)
     all_tiles = chunks * chunk // TILE_TOKENS
-    group = heads // kv_heads
     dtype = torch.float32 if precise else x.dtype
-    transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
+    decayed_transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
     normalizer = x.new_empty(batch, kv_heads, state_count, dim, dim, dtype=torch.float32)
-    low = x.new_empty(batch, kv_heads, state_count, half_dim, value_dim, dim, dtype=dtype)
-    high = x.new_empty(batch, kv_heads, state_count, high_entries, value_dim, dim if full else half_dim, dtype=dtype)
-    precision = dot_precision(x.dtype)
+    sizes = (half_dim, value_dim, dim), (second_entries, value_dim, dim if full else half_dim)
+    first_half, second_half = (x.new_empty(batch, kv_heads, state_count, *size, dtype=dtype) for size in sizes)
     limited = dim <= 64 and x.dtype != torch.float32 and limits_of(x).asynchronous
-    fold_registers = FOLD_REGISTERS if limited else None
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
     where = (count, state_count, *((first, 0) if reverse else (0, 1 - first)), chunk)
-    float16: dict[str, Any] = {}
-    if scales is not None:
-        float16 = {"FLOAT16": True, "SCALES": scales.columns, "TOKEN_SCALE": scales.token_column}
     if count:
+        minus_delta, state_share, factor = queries or (None, None, None)
         launch(
-            fold_kernel, flat_grid(count, batch * kv_heads),
-            head_major(x, (TILE_TOKENS, dim)), gate_sums, factor, token_factor, state_share, scales and scales.tensor,
-            transposed, normalizer, length, all_tiles,
-            0 if factor is None else factor.shape[-1], kv_heads, *where,
-            GROUP=group, D=dim, GATED=gate_sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
-            **float16, num_warps=4, **register_limit(fold_registers), enable_fp_fusion=True,
+            decay_and_transpose_kernel, flat_grid(count, batch * kv_heads),
+            head_major(x, (TILE_TOKENS, dim)), gate_sums, minus_delta, factor, state_share, scales and scales.tensor,
+            decayed_transposed, normalizer, length, all_tiles,
+            0 if minus_delta is None else minus_delta.shape[-1], kv_heads, *where,
+            GROUP=heads // kv_heads, D=dim, GATED=gate_sums is not None, REVERSE=reverse,
+            PRECISION=dot_precision(x.dtype), TOKENS=TILE_TOKENS, **_token_scales(scales),
+            num_warps=4, **register_limit(TRANSPOSE_REGISTERS if limited else None), enable_fp_fusion=True,
         )  # fmt: skip
-        y_desc = head_major(y, (TILE_TOKENS, value_dim))
-        transposed_desc = blocks_of(transposed.flatten(0, 3), [1, TILE_TOKENS])
-        for out, first_entry in ((low, 0), (high, half_dim)):
-            # Those of `high` with a < d/2 are known by symmetry.
-            columns = dim if out is low else half_dim
-            if update is not None:
-                update(x, y, transposed, out, where, first_entry, columns)
-                continue
-            together = entries * dim // columns  # as many as fit in registers
-            groups = out.shape[3] // together
-            launch(
-                update_kernel, flat_grid(groups, count, batch * kv_heads),
-                head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
-                blocks_of(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
-                all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
-                GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
-                TOKENS=TILE_TOKENS, STAGES=stages, **float16,
-                **({} if scales is None else {"KV_SCALE": scales.kv_column}),
-                num_warps=warps, **register_limit(registers), enable_fp_fusion=True,
-            )  # fmt: skip
+        update(x, y, decayed_transposed, first_half, where, 0, dim, scales)
+        # The columns a < d/2 of the second half are known by symmetry.
+        update(x, y, decayed_transposed, second_half, where, half_dim, half_dim, scales)
         if full:
-            _mirror(low, high, where)
+            _mirror(first_half, second_half, where)
     started = last == chunks if reverse else first == 0
-    return ChunkSums(low, high, normalizer, x.dtype, gate_sums, length, chunk, first, started, reverse, scales)
+    return ChunkSums(
+        first_half, second_half, normalizer, x.dtype, gate_sums, length, chunk, first, started, reverse, scales
+    )
 
 
 def end_alone(chunks: ChunkSums) -> FullState:
@@ -576,20 +606,22 @@ def scan_sums(
         given.
     """
     assert chunks.started == (start is not None)
-    low, high = (x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.tensors[1:])
+    first_half, second_half = (
+        x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.tensors[1:]
+    )
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
     end = _empty_end(chunks) if return_end else None
-    others = (other.normalizer, other.low, other.high) if other else NO_TENSORS
+    others = (other.normalizer, other.first_half, other.second_half) if other else NO_TENSORS
     starts, ends = _tensors(start, chunks), _tensors(end, chunks)
-    products = _scan(chunks, (normalizer, low, high), starts, ends, others, other_scales)
+    products = _scan(chunks, (normalizer, first_half, second_half), starts, ends, others, other_scales)
     total = None if products is None else products.sum(-1, dtype=torch.float64)
-    return ChunkStates(low, high, normalizer, chunks.chunk, chunks.first), end, total
+    return ChunkStates(first_half, second_half, normalizer, chunks.chunk, chunks.first), end, total
 
 
 def _empty_end(chunks: ChunkSums) -> FullState:
-    batch, heads, _, half, value_dim, dim = chunks.low.shape
+    batch, heads, _, half, value_dim, dim = chunks.first_half.shape
     kv = chunks.normalizer.new_empty(batch, heads, 2 * half, value_dim, dim)
-    kv[:, :, half + chunks.high.shape[3] :].zero_()
+    kv[:, :, half + chunks.second_half.shape[3] :].zero_()
     return FullState(kv, kv.new_empty(batch, heads, dim, dim))
 
 
@@ -597,5 +629,5 @@ def _tensors(state: FullState | None, chunks: ChunkSums) -> StateTensors:
     """Views of a state that correspond to the tensors of `chunks`."""
     if state is None:
         return NO_TENSORS
-    low, high = chunks.low.shape[3], chunks.high.shape[3]
-    return state.normalizer, state.kv[:, :, :low], state.kv[:, :, low : low + high]
+    first_half, second_half = chunks.first_half.shape[3], chunks.second_half.shape[3]
+    return state.normalizer, state.kv[:, :, :first_half], state.kv[:, :, first_half : first_half + second_half]

@@ -2,10 +2,10 @@
 
 At the end R of each chunk but the last, with o an outer and m an inner pair of entries (`quartic_features`),
     S_mo = c_mo Σ_{j≤R} exp(G_R − G_j) k_m k_o v_j,
-computed in two steps: `update_kernel` sums each chunk alone, by products of (outer pair * value), a left operand
-computed in registers, with inner columns; `scan_kernel` adds up the chunks, decaying the state carried between them,
-and applies the coefficients. Reversed in time, with queries for keys and output gradients for values, the same two
-kernels compute the gradient of S. Denominators have states of value dimension 1.
+computed in two steps: `quartic_update_kernel` sums each chunk alone, by products of (outer pair * value), a left
+operand computed in registers, with inner columns; `quartic_scan_kernel` adds up the chunks, decaying the state carried
+between them, and applies the coefficients. Reversed in time, with queries for keys and output gradients for values, the
+same two kernels compute the gradient of S. Denominators have states of value dimension 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OVERLAP_SPLITS = 16
 
 
 @triton.jit
-def update_kernel(
+def quartic_update_kernel(
     inner_desc, outer_desc, y_desc, states_ptr, first_tile_ptr, column_ptr, block_ptr,
     wide_tiles, kv_heads, state_count, chunk, state_rows, inner_columns,
     GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
@@ -58,7 +58,7 @@ def update_kernel(
 
 
 @triton.jit
-def scan_kernel(
+def quartic_scan_kernel(
     states_ptr, weights_ptr, gate_sums_ptr, time, state_count, chunk, size,
     E: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def chunk_states(
     states = y.new_empty(batch * kv_heads * state_count, layout.rows, width)
     first_tile, column, block = update_tiles(layout.dim, layout.pairs, columns, y.device)
     launch(
-        update_kernel, flat_grid(column.shape[0], state_count, batch * kv_heads),
+        quartic_update_kernel, flat_grid(column.shape[0], state_count, batch * kv_heads),
         blocks_of(x.inner.flatten(0, 1), [1, tokens, columns]),
         blocks_of(x.outer.flatten(0, 1), [1, layout.pairs, tokens]),
         blocks_of(y.flatten(0, 1), [1, value_dim, tokens]),
@@ -140,7 +140,7 @@ def chunk_states(
     )  # fmt: skip
     size = layout.rows * width
     launch(
-        scan_kernel, flat_grid(size // SCAN_BLOCK, batch * kv_heads),
+        quartic_scan_kernel, flat_grid(size // SCAN_BLOCK, batch * kv_heads),
         states, layout.weights, gate_sums, 0 if gate_sums is None else gate_sums.shape[-1], state_count, chunk, size,
         E=value_dim, GATED=gate_sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

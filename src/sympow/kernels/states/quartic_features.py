@@ -43,7 +43,7 @@ class Tiles(Footprint):
     inner: dict[str, Any]
 
 
-def tiles_for(dim: int, value_dim: int, limits: Limits, dtype: torch.dtype = torch.bfloat16) -> Tiles:
+def quartic_tiles_for(dim: int, value_dim: int, limits: Limits, dtype: torch.dtype = torch.bfloat16) -> Tiles:
     """By head dimension: heads of 16 have short lists, wide values take registers from wide products. The tiles of an
     H200, or where products take their operands from registers narrower products."""
     wide = dim > 16 and value_dim <= 64

@@ -34,10 +34,10 @@ from sympow.kernels.states.quartic_features import (
     pair_features,
     pair_lists,
     pull_back,
+    quartic_tiles_for,
     state_layout,
-    tiles_for,
 )
-from sympow.kernels.states.quartic_query import inner_gradient, outer_gradient, query_states
+from sympow.kernels.states.quartic_query import inner_gradient, outer_gradient, read_quartic_states
 
 POWER = 4
 CHUNK_UNIT = 128
@@ -80,7 +80,7 @@ def past_attention(
         past = _sum_states(_features(keys, 0, block, plan), values, _ones(values), block, plan)
         x = _features(block.queries(q)[:, chunk:], chunk, block, plan)
         where, tiles = plan.where(block), plan.tiles
-        query_states(x, past.kv, *where, plan.layout, block.queries(numerator)[:, chunk:], **tiles.query)
+        read_quartic_states(x, past.kv, *where, plan.layout, block.queries(numerator)[:, chunk:], **tiles.query)
         rows = block.queries(denominator.transpose(1, 2).unsqueeze(-1))[:, chunk:]
         outer_gradient(x, past.normalizer, *where, plan.normalizer_layout, result=rows, **tiles.outer)
         # |φ(x)| |Z|: features of absolute values are the absolute values of features.
@@ -257,7 +257,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
         lists=pair_lists(dim, q.device),
         layout=state_layout(dim, _pairs(q, v), q.device),
         normalizer_layout=state_layout(dim, NORMALIZER_PAIRS, q.device),
-        tiles=tiles_for(dim, v.shape[-1], limits_of(q), q.dtype),
+        tiles=quartic_tiles_for(dim, v.shape[-1], limits_of(q), q.dtype),
         chunk=chunk,
         state_count=-(-q.shape[1] // chunk) - 1,
     )
@@ -266,7 +266,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
 def _pairs(q: Tensor, v: Tensor) -> int:
     """Outer pairs per block."""
     value_dim = v.shape[-1]
-    return max(1, tiles_for(q.shape[-1], value_dim, limits_of(q), q.dtype).width // value_dim)
+    return max(1, quartic_tiles_for(q.shape[-1], value_dim, limits_of(q), q.dtype).width // value_dim)
 
 
 def _head_blocks(q: Tensor, k: Tensor, v: Tensor, chunk: int, tensors: int) -> Iterator[_HeadBlock]:

@@ -150,7 +150,7 @@ def inner_gradient_kernel(
     tl.store(d_inner_ptr + columns[None, :] + tokens[:, None], acc.to(d_inner_ptr.dtype.element_ty))
 
 
-def query_states(
+def read_quartic_states(
     x: PairFeatures,
     states: Tensor,
     kv_heads: int,
