@@ -55,7 +55,7 @@ CONTEXT = 64
 EVALUATED = 16 * CONTEXT
 BATCH = 16 * CONTEXT
 # Steps of the runs whose speed says how many steps there is time for.
-FIRST_STEPS = 20
+FIRST_STEPS = 60
 # Seconds for what comes after training.
 AFTERWARDS = 20
 # Seconds between two lines of progress.
