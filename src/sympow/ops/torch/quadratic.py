@@ -105,7 +105,7 @@ def _pull_back(x: Tensor, kv: Tensor, v: Tensor) -> Tensor:
     gradient = torch.empty_like(x)
     for heads, tokens in _tiles(x):
         rows = x[heads, tokens].mT.contiguous()
-        doubled = rows * ROOT_2
+        scaled = rows * ROOT_2
         # Of Σ_{i ≤ j} P_ij x_i (√2 x_j) with respect to both factors; the squares have √2 too many.
         first, second = torch.zeros_like(rows), torch.zeros_like(rows)
         values = v[heads, tokens].mT
@@ -114,7 +114,7 @@ def _pull_back(x: Tensor, kv: Tensor, v: Tensor) -> Tensor:
             block[:, group.starts] *= 1 / ROOT_2
             for i, start in zip(group.members, group.starts, strict=True):
                 part = block[:, start : start + x.shape[2] - i]
-                torch.sum(part * doubled[:, i:], 1, out=first[:, i])
+                torch.sum(part * scaled[:, i:], 1, out=first[:, i])
                 second[:, i:].addcmul_(part, rows[:, i : i + 1])
         gradient[heads, tokens] = first.add_(second, alpha=ROOT_2).mT
     return gradient
@@ -124,7 +124,7 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice, slice, Tensor]]:
     """The features of x (n, t, d) in blocks (heads, features, tokens), which share memory, with where they belong."""
     for heads, tokens in _tiles(x):
         rows = x[heads, tokens].mT.contiguous()
-        doubled = rows * ROOT_2
+        scaled = rows * ROOT_2
         squares = rows.square()
         count, dim, length = rows.shape
         memory = x.new_empty(count * max(FEATURES, dim) * length)
@@ -132,7 +132,7 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice, slice, Tensor]]:
             size = group.features.stop - group.features.start
             block = memory[: count * size * length].view(count, size, length)
             for i, start in zip(group.members, group.starts, strict=True):
-                torch.mul(rows[:, i : i + 1], doubled[:, i:], out=block[:, start : start + dim - i])
+                torch.mul(rows[:, i : i + 1], scaled[:, i:], out=block[:, start : start + dim - i])
             block[:, group.starts] = squares[:, group.members.start : group.members.stop]
             yield heads, tokens, group.features, block
 
