@@ -15,7 +15,6 @@ from filelock import lock_descriptor
 from sympow.errors import UserError
 from sympow.files import naming
 
-LOCK_ENDING = ".lock"
 # Errors of file systems without locks.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

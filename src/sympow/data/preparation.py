@@ -69,7 +69,7 @@ from sympow.files import (
     sha256_of,
     write_atomically,
 )
-from sympow.locks import LOCK_ENDING, lock_file
+from sympow.locks import lock_file
 from sympow.parsing import read_json
 
 # A few seconds of work for the slower tokenizers, which is what an interruption costs at most.
@@ -81,7 +81,7 @@ BPE_TRAINING_BYTES = 2**28
 REQUEST_FILE = "request.json"
 RECORDS = "portion-*.json"
 # Not in the work folder, which is removed while the lock is held.
-LOCK_FILE = f"{WORK_FOLDER}{LOCK_ENDING}"
+LOCK_FILE = f"{WORK_FOLDER}.lock"
 
 
 @dataclass(frozen=True)
