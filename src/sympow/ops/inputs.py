@@ -87,10 +87,10 @@ class Inputs:
 
         The gradient of a slice is as large as the whole; those of all parts together are put together once.
         """
-        tensors = (self.q, self.k, self.v, self.log_gamma, self.beta)
+        names = ("q", "k", "v", "log_gamma", "beta")
+        tensors = (getattr(self, name) for name in names)
         # None is repeated without end.
         parts = zip(*(repeat(None) if x is None else x.split(size, dim=1) for x in tensors), strict=False)
-        names = ("q", "k", "v", "log_gamma", "beta")
         return [replace(self, **dict(zip(names, part, strict=True))) for part in parts]
 
     def one_token(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:

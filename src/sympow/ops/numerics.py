@@ -76,7 +76,7 @@ def state_exponents(normalizer: Tensor, power: int) -> Tensor:
     The largest entry of a normalizer is about the p-th power of the longest key. The factor 2^(−power · exponent) of
     the state is always finite.
     """
-    bound = torch.linalg.vector_norm(normalizer.detach(), ord=math.inf, dim=-1).pow(1 / power)
+    bound = largest_entry(normalizer.detach()).pow(1 / power)
     least = least_exponent(normalizer.dtype)
     limit = -least // power
     return torch.where(bound == 0, least, torch.frexp(bound).exponent).clamp(-limit, limit)

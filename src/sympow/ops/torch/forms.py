@@ -50,21 +50,19 @@ class Carry:
     phase: Tensor | None = None
 
 
-def enter(sequence: Inputs, state: State | None) -> Carry:
+def enter(inputs: Inputs, state: State | None) -> Carry:
     """The state carry a call starts from; its kv and normalizer are copies."""
     if state is None:
-        shape = (sequence.batch, sequence.key_heads)
-        return Carry(
-            torch.full(shape, least_exponent(sequence.compute_dtype), dtype=torch.int32, device=sequence.q.device)
-        )
-    normalizer = state.normalizer.to(sequence.compute_dtype)
-    exponent = state_exponents(normalizer, sequence.power)
-    kv = state.kv.to(sequence.compute_dtype)
-    down = -sequence.power * exponent
+        shape = (inputs.batch, inputs.key_heads)
+        return Carry(torch.full(shape, least_exponent(inputs.compute_dtype), dtype=torch.int32, device=inputs.q.device))
+    normalizer = state.normalizer.to(inputs.compute_dtype)
+    exponent = state_exponents(normalizer, inputs.power)
+    kv = state.kv.to(inputs.compute_dtype)
+    down = -inputs.power * exponent
     return Carry(exponent, kv * _factor(down, kv), normalizer * _factor(down, normalizer), state.phase)
 
 
-def leave(sequence: Inputs, carry: Carry, *, in_place: bool) -> State:
+def leave(inputs: Inputs, carry: Carry, *, in_place: bool) -> State:
     """The state a call ends with, in units of the keys themselves.
 
     Args:
@@ -73,12 +71,12 @@ def leave(sequence: Inputs, carry: Carry, *, in_place: bool) -> State:
     assert carry.kv is not None
     assert carry.normalizer is not None
     kv, normalizer = carry.kv, carry.normalizer
-    exponent = sequence.power * carry.exponent
+    exponent = inputs.power * carry.exponent
     # In two factors, since one may overflow where the product does not.
     for half in (exponent // 2, exponent - exponent // 2):
         kv = multiply(kv, _factor(half, kv), in_place=in_place)
         normalizer = multiply(normalizer, _factor(half, normalizer), in_place=in_place)
-    return State(kv, normalizer, carry.phase, power=sequence.power, key_dim=sequence.key_dim)
+    return State(kv, normalizer, carry.phase, power=inputs.power, key_dim=inputs.key_dim)
 
 
 def _factor(exponent: Tensor, x: Tensor) -> Tensor:
@@ -87,23 +85,23 @@ def _factor(exponent: Tensor, x: Tensor) -> Tensor:
 
 
 def chunked_form(
-    sequence: Inputs, state: State | None, return_state: bool, chunk_size: int | None, needs_grad: bool
+    inputs: Inputs, state: State | None, return_state: bool, chunk_size: int | None, needs_grad: bool
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e), and the state after the last token if asked for; chunk_size None: the attention form."""
-    power = sequence.power
-    carry = enter(sequence, state)
+    power = inputs.power
+    carry = enter(inputs, state)
     outputs: list[Tensor] = []
     # Without gradients outputs are written into one buffer, so that there is never a second copy of them.
-    buffer = None if needs_grad else sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
+    buffer = None if needs_grad else inputs.q.new_empty(*inputs.q.shape[:3], inputs.value_dim)
 
-    chunks = slices(sequence.length, chunk_size)
-    parts = [sequence] if chunk_size is None or len(chunks) == 1 else sequence.split(chunk_size)
+    chunks = slices(inputs.length, chunk_size)
+    parts = [inputs] if chunk_size is None or len(chunks) == 1 else inputs.split(chunk_size)
     for number, (tokens, part) in enumerate(zip(chunks, parts, strict=True), start=1):
         chunk = prepare(part, carry.phase, carry.exponent)
         sums = causal_attention(chunk.q, chunk.k, chunk.v, chunk.decay, power)
         if carry.kv is not None and carry.normalizer is not None:
             sums = sums.plus(query_state(chunk.q, chunk.decay, carry.kv, carry.normalizer, power))
-        y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
+        y = divide(sums.numerator, sums.denominator, inputs.q.dtype)
         if buffer is None:
             outputs.append(y)
         else:
@@ -115,29 +113,29 @@ def chunked_form(
             carry = Carry(chunk.exponent, kv, normalizer, chunk.phase)
 
     y = torch.cat(outputs, dim=1) if buffer is None else buffer
-    return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None
+    return y, leave(inputs, carry, in_place=not needs_grad) if return_state else None
 
 
 def recurrent_form(
-    sequence: Inputs, state: State | None, return_state: bool, needs_grad: bool
+    inputs: Inputs, state: State | None, return_state: bool, needs_grad: bool
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e), and the state after the last token if asked for."""
-    power = sequence.power
-    carry = enter(sequence, state)
-    tokens = prepare(sequence, carry.phase, carry.exponent)
+    power = inputs.power
+    carry = enter(inputs, state)
+    tokens = prepare(inputs, carry.phase, carry.exponent)
     steps = tokens.decay.diff(dim=2, prepend=torch.zeros_like(tokens.decay[:, :, :1]))
 
-    heads = (sequence.batch, sequence.key_heads, symmetric_dim(sequence.key_dim, power))
-    kv = carry.kv if carry.kv is not None else tokens.v.new_zeros(*heads, sequence.value_dim)
+    heads = (inputs.batch, inputs.key_heads, symmetric_dim(inputs.key_dim, power))
+    kv = carry.kv if carry.kv is not None else tokens.v.new_zeros(*heads, inputs.value_dim)
     normalizer = carry.normalizer if carry.normalizer is not None else tokens.v.new_zeros(*heads)
 
     no_decay = torch.zeros_like(tokens.decay[:, :, :1])
     outputs = []
-    for i in range(sequence.length):
+    for i in range(inputs.length):
         key = symmetric_power(tokens.k[:, :, i], power)  # (b, h_kv, D)
         query = tokens.q[:, :, :, i : i + 1]  # (b, h_kv, g, 1, d)
         value = tokens.v[:, :, i]  # (b, h_kv, e)
-        gamma = feature_decay(steps[:, :, i], power, sequence.compute_dtype)
+        gamma = feature_decay(steps[:, :, i], power, inputs.compute_dtype)
         kv = multiply(kv, gamma.unsqueeze(-1), in_place=not needs_grad)
         normalizer = multiply(normalizer, gamma, in_place=not needs_grad)
         # The past through its state; the token itself by its score, which is exact where a difference of features
@@ -158,13 +156,13 @@ def recurrent_form(
             normalizer.add_(key)
 
     sums = joined(outputs, dim=3)
-    y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
+    y = divide(sums.numerator, sums.denominator, inputs.q.dtype)
     carry = Carry(tokens.exponent, kv, normalizer, tokens.phase)
-    return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None
+    return y, leave(inputs, carry, in_place=not needs_grad) if return_state else None
 
 
 def run_portable(
-    sequence: Inputs,
+    inputs: Inputs,
     state: State | None,
     return_state: bool,
     form: str,
@@ -178,31 +176,31 @@ def run_portable(
         needs_grad: whether the backward pass will be run.
     """
     if form == "recurrent":
-        return recurrent_form(sequence, state, return_state, needs_grad)
-    size = portable_chunk(sequence, form, chunk_size, initial_state=state is not None, return_state=return_state)
-    return chunked_form(sequence, state, return_state, size, needs_grad)
+        return recurrent_form(inputs, state, return_state, needs_grad)
+    size = portable_chunk(inputs, form, chunk_size, initial_state=state is not None, return_state=return_state)
+    return chunked_form(inputs, state, return_state, size, needs_grad)
 
 
-def fold(sequence: Inputs, state: State | None = None, phase: Tensor | None = None) -> State:
+def fold(inputs: Inputs, state: State | None = None, phase: Tensor | None = None) -> State:
     """Folds at least one token into a state: adds φ(k) vᵀ of each to S, and φ(k) to Z (paper §2.1).
 
     Args:
-        sequence: the tokens; their queries do not matter.
+        inputs: the tokens; their queries do not matter.
         state: the state before them, or None.
         phase: without a state, μ before the first token, (b, h_kv, d/2) float64; None: zero.
     """
-    carry = enter(sequence, state)
-    needs_grad = sequence.needs_grad or (torch.is_grad_enabled() and state is not None and state.requires_grad)
+    carry = enter(inputs, state)
+    needs_grad = inputs.needs_grad or (torch.is_grad_enabled() and state is not None and state.requires_grad)
     # `prepare` needs queries of the same length; any will do.
-    tokens = prepare(replace(sequence, q=sequence.k), carry.phase if state is not None else phase, carry.exponent)
+    tokens = prepare(replace(inputs, q=inputs.k), carry.phase if state is not None else phase, carry.exponent)
     kv, normalizer = update_state(
-        tokens.k, tokens.v, tokens.decay, carry.kv, carry.normalizer, sequence.power, in_place=not needs_grad
+        tokens.k, tokens.v, tokens.decay, carry.kv, carry.normalizer, inputs.power, in_place=not needs_grad
     )
-    return leave(sequence, Carry(tokens.exponent, kv, normalizer, tokens.phase), in_place=not needs_grad)
+    return leave(inputs, Carry(tokens.exponent, kv, normalizer, tokens.phase), in_place=not needs_grad)
 
 
 def run_late_queries(
-    sequence: Inputs,
+    inputs: Inputs,
     state: State | None,
     return_state: bool,
     by_scores: bool | None,
@@ -214,39 +212,37 @@ def run_late_queries(
     by scores, or the earlier keys and values are folded into a state, after which the last tokens are an ordinary call.
 
     Args:
-        sequence: with the keys of all tokens and the queries of the last ones.
+        inputs: with the keys of all tokens and the queries of the last ones.
         state: the state before the first key, or None.
         return_state: whether to return the state after the last token.
         by_scores: whether to attend by scores; None: whichever takes fewer operations.
         run: runs an ordinary call of the last tokens after a state.
     """
-    queries, earlier = sequence.q.shape[1], sequence.k.shape[1] - sequence.q.shape[1]
+    queries, earlier = inputs.q.shape[1], inputs.k.shape[1] - inputs.q.shape[1]
     # What is computed for the padding is small beside a score.
-    whole = replace(sequence, q=pad(sequence.q, (0, 0, 0, 0, earlier, 0)))
+    whole = replace(inputs, q=pad(inputs.q, (0, 0, 0, 0, earlier, 0)))
     if by_scores is None:
-        features = symmetric_dim(sequence.key_dim, sequence.power) * (sequence.value_dim + 1)
-        scores = sequence.group * queries * earlier * (sequence.key_dim + sequence.value_dim + 1)
-        by_scores = scores <= (earlier + sequence.group * queries) * features
+        features = symmetric_dim(inputs.key_dim, inputs.power) * (inputs.value_dim + 1)
+        scores = inputs.group * queries * earlier * (inputs.key_dim + inputs.value_dim + 1)
+        by_scores = scores <= (earlier + inputs.group * queries) * features
     if by_scores and queries:
         return _attend_late(whole, queries, state, return_state)
     return run(whole[earlier:], fold(whole[:earlier], state))
 
 
-def _attend_late(
-    sequence: Inputs, queries: int, state: State | None, return_state: bool
-) -> tuple[Tensor, State | None]:
+def _attend_late(inputs: Inputs, queries: int, state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
     """The last `queries` queries attend by scores to all keys and, if there is one, to the state before them."""
-    power = sequence.power
-    carry = enter(sequence, state)
-    tokens = prepare(sequence, carry.phase, carry.exponent)
-    past, own = slice(0, sequence.length - queries), slice(sequence.length - queries, None)
+    power = inputs.power
+    carry = enter(inputs, state)
+    tokens = prepare(inputs, carry.phase, carry.exponent)
+    past, own = slice(0, inputs.length - queries), slice(inputs.length - queries, None)
     q, k, v, decay = tokens.q[:, :, :, own], tokens.k, tokens.v, tokens.decay
     sums = causal_attention(q, k[:, :, own], v[:, :, own], decay[:, :, own], power)
     sums = sums.plus(attend_to_past(q, k[:, :, past], v[:, :, past], decay[:, :, own], decay[:, :, past], power))
     if carry.kv is not None and carry.normalizer is not None:
         sums = sums.plus(query_state(q, decay[:, :, own], carry.kv, carry.normalizer, power))
-    y = divide(sums.numerator, sums.denominator, sequence.q.dtype)
+    y = divide(sums.numerator, sums.denominator, inputs.q.dtype)
     if not return_state:
         return y, None
     kv, normalizer = update_state(k, v, decay, carry.kv, carry.normalizer, power, in_place=False)
-    return y, leave(sequence, Carry(tokens.exponent, kv, normalizer, tokens.phase), in_place=False)
+    return y, leave(inputs, Carry(tokens.exponent, kv, normalizer, tokens.phase), in_place=False)

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.compilation import is_known, runs_now_on_cpu, slices
-from sympow.ops.numerics import apply_decay, decay_to_meet, feature_decay, power_of_two
+from sympow.ops.numerics import apply_decay, decay_to_meet, feature_decay, largest_entry, power_of_two
 from sympow.ops.symmetric import even_power, symmetric_power_rows
 from sympow.ops.torch import quadratic
 from sympow.settings import symmetric_dim
@@ -324,7 +324,7 @@ def _weigh(scores: Tensor, power: int) -> Block:
         return (scores.mul_(scores),)  # the scores are not needed again, and memory is not touched for the first time
     if power <= LARGEST_POWER_WITHOUT_UNITS:
         return (even_power(scores, power),)
-    largest = torch.linalg.vector_norm(scores.detach(), ord=math.inf, dim=-1)
+    largest = largest_entry(scores.detach())
     # Numbers below it have lost digits, and their reciprocals overflow.
     weightless = largest < torch.finfo(scores.dtype).tiny
     exponent = _exponents(largest)
@@ -374,9 +374,9 @@ def _query_block_in_units(q: Tensor, kv: Tensor, normalizer: Tensor, power: int)
     """
     most, far_above = (900, 980) if q.dtype == torch.float64 else (104, 112)
     with torch.no_grad():
-        held = _exponents(torch.linalg.vector_norm(normalizer, ord=math.inf, dim=-1)).clamp(min=0)  # (b, n)
+        held = _exponents(largest_entry(normalizer)).clamp(min=0)  # (b, n)
         length = (most - held).div(power, rounding_mode="floor") - math.ceil(math.log2(q.shape[-1]) / 2)
-        entries = _exponents(torch.linalg.vector_norm(q, ord=math.inf, dim=-1))  # (b, n, g, t)
+        entries = _exponents(largest_entry(q))  # (b, n, g, t)
         raised = (length[:, :, None, None] - entries).clamp(max=far_above)
     q = q * power_of_two(raised, q.dtype).unsqueeze(-1)
     features = symmetric_power_rows(q.flatten(2, 3).mT, power)  # (b, n, D, g · t)
